@@ -26,9 +26,7 @@ def softplus_gate(a: mx.array, A_log: mx.array, dt_bias: mx.array) -> mx.array:
     return -rate * nn.softplus(a.astype(mx.float32) + bias)
 
 
-def bounded_gate(
-    a: mx.array, A_log: mx.array, dt_bias: mx.array, lower_bound: float
-) -> mx.array:
+def bounded_gate(a: mx.array, A_log: mx.array, dt_bias: mx.array, lower_bound: float) -> mx.array:
     """Bounded gate law: ``g = lower_bound * sigmoid(exp(A_log[h]) * (a + dt_bias))``.
 
     Args:

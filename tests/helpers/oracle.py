@@ -77,8 +77,9 @@ def make(row, T=256, B=1, H=2, Hv=None, Dk=128, Dv=128, seed=0) -> Inputs:
     return Inputs(*(np.ascontiguousarray(x, dtype=np.float32) for x in (q, k, v, g, beta)))
 
 
-def recurrence(q, k, v, g, beta, scale=None, state=None, lengths=None, erase=True,
-               dtype=np.float64):
+def recurrence(
+    q, k, v, g, beta, scale=None, state=None, lengths=None, erase=True, dtype=np.float64
+):
     """o [B,T,Hv,Dv], state [B,Hv,Dv,Dk] by the textbook loop in ``dtype`` (float64: the oracle)."""
     q, k, v, beta = (np.asarray(x, dtype) for x in (q, k, v, beta))
     B, T, H, Dk = q.shape
