@@ -1,0 +1,202 @@
+"""From a prompt to text: streaming pieces, stop tokens and statistics.
+
+``stream_generate`` takes a prompt; ``decode_text`` goes on from a ``Context`` that has
+absorbed one already. Both run on ``Context``, which prefills in chunks and decodes one step
+ahead, and which says what the cache holds when an iterator is closed early.
+"""
+
+import resource
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_kda.context import PREFILL_STEP, Context, LogitsProcessor, Progress, Sampler
+from mlx_kda.errors import UserError
+
+
+@dataclass
+class Statistics:
+    """What a generation has cost so far. Seconds are wall clock, memory is in bytes.
+
+    ``prompt_tokens`` = ``reused_tokens`` (in the context before) + ``prefilled_tokens``.
+    ``peak_memory`` is MLX's own peak where it keeps one, else the process's largest resident
+    size; ``peak_memory_source`` says which ("mlx" or "process").
+    """
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    prefilled_tokens: int = 0
+    prompt_seconds: float = 0.0
+    generation_tokens: int = 0
+    generation_seconds: float = 0.0
+    peak_memory: int = 0
+    peak_memory_source: str = "mlx"
+    finish_reason: str | None = None
+
+    @property
+    def prompt_tps(self) -> float:
+        """Tokens prefilled a second."""
+        return self.prefilled_tokens / self.prompt_seconds if self.prompt_seconds else 0.0
+
+    @property
+    def generation_tps(self) -> float:
+        """Tokens generated a second."""
+        return self.generation_tokens / self.generation_seconds if self.generation_seconds else 0.0
+
+    def measure_memory(self) -> None:
+        """Take the peak up to now."""
+        self.peak_memory, self.peak_memory_source = peak_memory()
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, the two rates too, for JSON."""
+        rates = {"prompt_tps": self.prompt_tps, "generation_tps": self.generation_tps}
+        return {**asdict(self), **rates}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One generated token and the text that it completes.
+
+    ``text`` is empty while a character is unfinished and for control tokens. The piece of a
+    stop token, like the last one before ``max_tokens``, carries the text still held back, and
+    its statistics name the ``finish_reason``: "stop" or "length".
+    """
+
+    text: str
+    token: int
+    statistics: Statistics = field(repr=False)
+
+
+def peak_memory() -> tuple[int, str]:
+    """Peak memory in bytes and who measured it: "mlx", or "process" where MLX keeps none."""
+    peak = mx.get_peak_memory()
+    if peak:
+        return peak, "mlx"
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return resident * (1 if sys.platform == "darwin" else 1024), "process"
+
+
+def control_tokens(tokenizer: Any) -> frozenset[int]:
+    """Ids that are never shown as text: the stop ids and the tokenizer's other special tokens."""
+    ids = set(tokenizer.eos_token_ids)
+    ids.update(getattr(tokenizer, "all_special_ids", None) or ())
+    return frozenset(ids)
+
+
+def decode_text(
+    context: Context,
+    tokenizer: Any,
+    *,
+    max_tokens: int = 256,
+    sampler: Sampler | None = None,
+    logits_processors: Sequence[LogitsProcessor] = (),
+    stop_ids: Sequence[int] | None = None,
+    seed: int | None = None,
+    statistics: Statistics | None = None,
+) -> Iterator[Piece]:
+    """Go on from what ``context`` has absorbed and yield a piece for every token.
+
+    Ends at the first token in ``stop_ids`` (by id; default: all the tokenizer's end tokens;
+    an empty list stops at none) or after ``max_tokens``. ``statistics`` is written as it goes;
+    each piece holds a copy.
+    """
+    statistics = Statistics() if statistics is None else statistics
+    stops = frozenset(tokenizer.eos_token_ids if stop_ids is None else stop_ids)
+    hidden = control_tokens(tokenizer) | stops
+    detokenizer = tokenizer.detokenizer
+    detokenizer.reset()
+    if context.room is not None:
+        max_tokens = min(max_tokens, context.room)
+    start = time.perf_counter()
+    tokens = context.decode(
+        max_tokens, sampler=sampler, logits_processors=logits_processors, seed=seed
+    )
+    for token in tokens:
+        if token not in hidden:
+            detokenizer.add_token(token)
+        statistics.generation_tokens += 1
+        if token in stops:
+            statistics.finish_reason = "stop"
+        elif statistics.generation_tokens >= max_tokens:
+            statistics.finish_reason = "length"
+        if statistics.finish_reason is not None:
+            detokenizer.finalize()
+        statistics.generation_seconds = time.perf_counter() - start
+        statistics.measure_memory()
+        yield Piece(detokenizer.last_segment, token, replace(statistics))
+        if statistics.finish_reason is not None:
+            tokens.close()
+            return
+    statistics.finish_reason = "length"
+    statistics.measure_memory()
+
+
+def stream_generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str | Sequence[int] | mx.array,
+    *,
+    max_tokens: int = 256,
+    sampler: Sampler | None = None,
+    logits_processors: Sequence[LogitsProcessor] = (),
+    prefill_step: int = PREFILL_STEP,
+    context: Context | None = None,
+    stop_ids: Sequence[int] | None = None,
+    seed: int | None = None,
+    progress: Progress | None = None,
+    statistics: Statistics | None = None,
+) -> Iterator[Piece]:
+    """Prefill ``prompt`` and yield what the model says, piece by piece.
+
+    A text prompt is encoded by the tokenizer as it stands, without a chat template. With a
+    ``context`` the prompt goes on from what that has absorbed. Raises UserError for an empty
+    prompt, a negative ``max_tokens`` and a prompt longer than the model's context at once,
+    and NonFiniteLogits from the iterator. See ``Context`` for what the cache holds when the
+    iterator is closed early.
+    """
+    context = Context(model) if context is None else context
+    statistics = Statistics() if statistics is None else statistics
+    ids = encode_prompt(tokenizer, prompt)
+    if not ids and context.logits is None:
+        raise UserError("the prompt is empty: give at least one token")
+    if max_tokens < 0:
+        raise UserError(f"max_tokens must be 0 or more, not {max_tokens}")
+    if context.room is not None and len(ids) > context.room:
+        raise UserError(
+            f"the prompt of {len(context.tokens) + len(ids):,} tokens is longer than the "
+            f"model's context of {context.limit:,}: shorten it"
+        )
+    statistics.reused_tokens = len(context.tokens)
+    statistics.prompt_tokens = statistics.reused_tokens + len(ids)
+
+    def pieces() -> Iterator[Piece]:
+        start = time.perf_counter()
+        context.prefill(ids, step=prefill_step, progress=progress)
+        statistics.prefilled_tokens = len(ids)
+        statistics.prompt_seconds = time.perf_counter() - start
+        yield from decode_text(
+            context,
+            tokenizer,
+            max_tokens=max_tokens,
+            sampler=sampler,
+            logits_processors=logits_processors,
+            stop_ids=stop_ids,
+            seed=seed,
+            statistics=statistics,
+        )
+
+    return pieces()
+
+
+def encode_prompt(tokenizer: Any, prompt: str | Sequence[int] | mx.array) -> list[int]:
+    """Token ids of a prompt given as text, ids or an array [T]."""
+    if isinstance(prompt, str):
+        return list(tokenizer.encode(prompt))
+    if isinstance(prompt, mx.array):
+        return prompt.reshape(-1).tolist()
+    return [int(token) for token in prompt]
