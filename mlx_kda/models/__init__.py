@@ -1,0 +1,35 @@
+"""Hybrid models by model_type, and how a checkpoint's folder becomes one."""
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+from ..errors import CheckpointError
+
+# model_type in config.json -> module with Model and ModelArgs
+FAMILIES = {"kimi_linear": "kimi_linear"}
+
+
+def family(config: dict[str, Any]) -> ModuleType:
+    """The module of a model_type; CheckpointError if there is none."""
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        raise CheckpointError(
+            f"config.json: model_type {kind!r} is not supported; supported: {', '.join(FAMILIES)}"
+        )
+    return importlib.import_module(f"{__name__}.{FAMILIES[kind]}")
+
+
+def get_model_classes(config: dict[str, Any]) -> tuple[type, type]:
+    """(Model, ModelArgs) for a config, as ``mlx_lm.utils.load_model(get_model_classes=)`` asks."""
+    module = family(config)
+    return module.Model, module.ModelArgs
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("load", "load_model"):
+        return getattr(importlib.import_module(f"{__name__}.loading"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = ["FAMILIES", "family", "get_model_classes", "load", "load_model"]

@@ -1,0 +1,36 @@
+"""Short depthwise causal convolution with a window carried from step to step."""
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .padding import Padding
+
+
+class ShortConv(nn.Module):
+    """``y_t = silu(sum_i w[:, i] * x_{t - taps + 1 + i})``, every channel on its own.
+
+    The window holds the ``taps - 1`` inputs before the first token, zeros at the start of a text.
+    """
+
+    def __init__(self, channels: int, taps: int):
+        super().__init__()
+        self.taps = taps
+        self.conv = nn.Conv1d(channels, channels, taps, groups=channels, bias=False)
+
+    def __call__(
+        self, x: mx.array, window: mx.array | None = None, padding: Padding | None = None
+    ) -> tuple[mx.array, mx.array]:
+        """x [B, T, channels], window [B, taps - 1, channels] -> (y like x, the next window).
+
+        With ``padding.window`` a row's window ends at its last real token.
+        """
+        B, T, C = x.shape
+        if window is None:
+            window = mx.zeros((B, self.taps - 1, C), dtype=x.dtype)
+        inputs = mx.concatenate([window, x], axis=1)
+        y = nn.silu(self.conv(inputs).astype(x.dtype))
+        if padding is not None and padding.window is not None:
+            return y, mx.take_along_axis(inputs, padding.window, axis=1)
+        window = inputs[:, T:]
+        # A view would keep a whole prompt's inputs alive; for a few tokens it saves a copy.
+        return y, mx.contiguous(window) if self.taps < T else window

@@ -1,0 +1,134 @@
+"""The KDA layer: projections, short convolutions, gates, the recurrence, gated norm."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..ops import bounded_gate, kda, l2norm, softplus_gate
+from .conv import ShortConv
+from .norm import RMSNorm
+from .padding import Padding
+
+
+class Projections(NamedTuple):
+    """Everything the layer computes from x alone, before any of it meets the past."""
+
+    q: mx.array  # [B, T, H * D], before the convolution
+    k: mx.array
+    v: mx.array
+    a: mx.array  # [B, T, H, D], raw forget gate
+    b: mx.array  # [B, T, H], raw write strength
+    z: mx.array  # [B, T, H, D], raw output gate
+
+
+class Memory(NamedTuple):
+    """What a layer carries from step to step; None where a text begins."""
+
+    q: mx.array | None = None  # windows [B, taps - 1, H * D]
+    k: mx.array | None = None
+    v: mx.array | None = None
+    state: mx.array | None = None  # [B, H, D, D] (value, key), float32
+
+
+@partial(mx.compile, shapeless=True)
+def _gated(x: mx.array, z: mx.array) -> mx.array:
+    return x * mx.sigmoid(z)
+
+
+class KimiDeltaAttention(nn.Module):
+    """One KDA layer of H heads of D channels.
+
+    ::
+
+        q, k, v = silu(conv(proj(x)));  q, k unit length a head
+        g = gate(f_b(f_a(x)), A_log, dt_bias);  beta = sigmoid(b(x))
+        o = kda(q, k, v, g, beta)
+        y = o_proj(rmsnorm(o) * sigmoid(g_b(g_a(x))))
+
+    ``lower_bound`` None takes the softplus gate, a negative number the bounded one. The names of
+    the parameters are mlx-lm's. ``mix`` is all that lies between the projections in and out;
+    ``attend`` is the part after the convolutions: a fused kernel can stand in for either.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        taps: int,
+        norm_eps: float,
+        lower_bound: float | None = None,
+    ):
+        super().__init__()
+        self.num_heads, self.head_dim, self.taps = num_heads, head_dim, taps
+        self.lower_bound = lower_bound
+        self.runner = "auto"
+        width = num_heads * head_dim
+        for name in ("q", "k", "v"):
+            self[f"{name}_proj"] = nn.Linear(hidden_size, width, bias=False)
+            self[f"{name}_conv"] = ShortConv(width, taps)
+        self.f_a_proj = nn.Linear(hidden_size, head_dim, bias=False)
+        self.f_b_proj = nn.Linear(head_dim, width, bias=False)
+        self.b_proj = nn.Linear(hidden_size, num_heads, bias=False)
+        self.g_a_proj = nn.Linear(hidden_size, head_dim, bias=False)
+        self.g_b_proj = nn.Linear(head_dim, width, bias=False)
+        self.A_log = mx.log(mx.random.uniform(1.0, 16.0, (1, 1, num_heads, 1)))
+        self.dt_bias = mx.zeros((width,), dtype=mx.float32)
+        self.o_norm = RMSNorm(head_dim, eps=norm_eps)
+        self.o_proj = nn.Linear(width, hidden_size, bias=False)
+
+    def __call__(self, x: mx.array, cache: Any = None, padding: Padding | None = None) -> mx.array:
+        """x [B, T, hidden] -> the same shape; ``cache`` holds the four arrays of Memory."""
+        if padding is not None and padding.real is not None:
+            x = mx.where(padding.real, x, 0)
+        memory = Memory() if cache is None else Memory(*(cache[i] for i in range(4)))
+        y, memory = self.mix(self.project(x), memory, padding)
+        if cache is not None:
+            for i, array in enumerate(memory):
+                cache[i] = array
+            cache.advance(x.shape[1])
+        return self.o_proj(y)
+
+    def project(self, x: mx.array) -> Projections:
+        heads = (*x.shape[:2], self.num_heads, self.head_dim)
+        return Projections(
+            self.q_proj(x),
+            self.k_proj(x),
+            self.v_proj(x),
+            self.f_b_proj(self.f_a_proj(x)).reshape(heads),
+            self.b_proj(x),
+            self.g_b_proj(self.g_a_proj(x)).reshape(heads),
+        )
+
+    def mix(
+        self, p: Projections, memory: Memory, padding: Padding | None = None
+    ) -> tuple[mx.array, Memory]:
+        """Projections and memory -> (y [B, T, H * D] for o_proj, the next memory)."""
+        q, q_window = self.q_conv(p.q, memory.q, padding)
+        k, k_window = self.k_conv(p.k, memory.k, padding)
+        v, v_window = self.v_conv(p.v, memory.v, padding)
+        q, k, v = (x.reshape(p.a.shape) for x in (q, k, v))
+        lengths = None if padding is None else padding.lengths
+        o, state = self.attend(q, k, v, p.a, p.b, memory.state, lengths)
+        y = _gated(self.o_norm(o), p.z.astype(o.dtype))
+        return y.reshape(p.q.shape), Memory(q_window, k_window, v_window, state)
+
+    def attend(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        a: mx.array,
+        b: mx.array,
+        state: mx.array | None,
+        lengths: mx.array | None,
+    ) -> tuple[mx.array, mx.array]:
+        """Convolved q, k, v [B, T, H, D], raw gate a and raw beta b -> (o, state)."""
+        if self.lower_bound is None:
+            g = softplus_gate(a, self.A_log, self.dt_bias)
+        else:
+            g = bounded_gate(a, self.A_log, self.dt_bias, self.lower_bound)
+        beta = mx.sigmoid(b.astype(mx.float32))
+        return kda(l2norm(q), l2norm(k), v, g, beta, state=state, lengths=lengths)
