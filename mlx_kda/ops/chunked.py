@@ -186,12 +186,12 @@ def _blocks(p: Problem, q: mx.array, k: mx.array, g: mx.array | None, beta: mx.a
         a = _by_token(mx.broadcast_to(a, (*a.shape[:3], p.Dk)), p.Hv)
 
     # N and M, one diagonal at a time: r_i,i-d grows by one factor from diagonal to diagonal.
-    diagonals = [(kq * k[:, None]).sum(axis=-1)]
+    diagonals = [_dot(kq, k[:, None])]
     r = a[1:]
     for d in range(1, _BLOCK):
         if d > 1:
             r = r[1:] * a[1 : _BLOCK - d + 1]
-        diagonals.append((kq[d:] * (k[:-d] * r)[:, None]).sum(axis=-1))
+        diagonals.append(_dot(kq[d:], (k[:-d] * r)[:, None]))
     zero = mx.zeros((1, *diagonals[0].shape[1:]))
     table = mx.concatenate([*diagonals, zero])
     nm = table[_diagonal_index()]  # [8, 8, 2, M]
@@ -209,6 +209,18 @@ def _blocks(p: Problem, q: mx.array, k: mx.array, g: mx.array | None, beta: mx.a
         reads=nm[:, :, 1].transpose(2, 0, 1),
         solve=_substitute(nm[:, :, 0] * beta[:, None]) if p.erase else None,
     )
+
+
+def _dot(x: mx.array, y: mx.array) -> mx.array:
+    """Sum of products over the last axis, in a grid of partial sums.
+
+    One running sum over 128 channels is what limits accuracy when keys repeat: the write strengths
+    of a chunk then come out of differences between these numbers.
+    """
+    xy = x * y
+    D = xy.shape[-1]
+    width = next(w for w in (16, 8, 4, 2, 1) if D % w == 0)
+    return xy.reshape(*xy.shape[:-1], D // width, width).sum(axis=-2).sum(axis=-1)
 
 
 def _by_token(x: mx.array, Hv: int) -> mx.array:
@@ -258,7 +270,7 @@ def _merge(span: _Span, beta: mx.array) -> _Span:
     reads1, reads2 = halves(span.reads)
     L = k1.shape[1]
     beta2 = beta[:, :, L:].flatten(0, 1)
-    across = kq2 @ k1[:, None].swapaxes(-1, -2)  # [M / 2, 2, L, L]: N and M between the halves
+    across = _products(kq2.flatten(1, 2), k1).reshape(-1, 2, L, L)  # N and M between the halves
     solve = None
     if span.solve is not None:
         solve1, solve2 = halves(span.solve)
@@ -270,6 +282,17 @@ def _merge(span: _Span, beta: mx.array) -> _Span:
         reads=_lower(reads1, across[:, 1], reads2),
         solve=solve,
     )
+
+
+def _products(x: mx.array, y: mx.array) -> mx.array:
+    """x y^T, [M, I, D] by [M, J, D], from partial sums over 16 channels at a time (see `_dot`)."""
+    D = x.shape[-1]
+    width = next(w for w in (16, 8, 4, 2, 1) if D % w == 0)
+
+    def parts(z: mx.array) -> mx.array:
+        return z.reshape(*z.shape[:-1], D // width, width).swapaxes(1, 2)
+
+    return (parts(x) @ parts(y).swapaxes(-1, -2)).sum(axis=1)
 
 
 def _lower(top: mx.array, corner: mx.array, bottom: mx.array) -> mx.array:

@@ -82,3 +82,26 @@ class Problem:
 def _same(name: str, x: mx.array, shape: tuple[int, ...], what: str) -> None:
     if tuple(x.shape) != shape:
         raise ValueError(f"{name} must be {what} = {shape}, got shape {tuple(x.shape)}")
+
+
+def prepare(
+    p: Problem, q: mx.array, k: mx.array, v: mx.array, g: mx.array | None, beta: mx.array
+) -> tuple[mx.array, mx.array, mx.array, mx.array | None, mx.array]:
+    """float32 (scale * q, k, v, a, beta) with Hv heads each; a = exp(g), [B, T, Hv, Dk or 1]."""
+    q, k, v, beta = (x.astype(mx.float32) for x in (q, k, v, beta))
+    q = q * p.scale
+    if p.Hv > p.H:
+        q, k = (mx.repeat(x, p.Hv // p.H, axis=2) for x in (q, k))
+    if g is None:
+        return q, k, v, None, beta
+    return q, k, v, mx.exp(g if g.ndim == 4 else g[..., None]), beta
+
+
+def keep_inside(
+    lengths: mx.array | None, t: int, old: mx.array, new: mx.array, o: mx.array
+) -> tuple[mx.array, mx.array]:
+    """(state, output) after token t: rows that ended before t keep the old state and output 0."""
+    if lengths is None:
+        return new, o
+    inside = (t < lengths)[:, None, None]
+    return mx.where(inside[..., None], new, old), mx.where(inside, o, 0.0)

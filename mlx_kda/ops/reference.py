@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from .problem import Problem
+from .problem import Problem, keep_inside, prepare
 
 
 def kda_ref(
@@ -48,24 +48,15 @@ def kda_ref(
     if p.T == 0:
         return mx.zeros((p.B, 0, p.Hv, p.Dv), dtype=p.dtype), S
 
-    q, k, v, beta = (x.astype(mx.float32) for x in (q, k, v, beta))
-    q, k = (mx.repeat(x, p.Hv // p.H, axis=2) for x in (q * p.scale, k))
+    q, k, v, a, beta = prepare(p, q, k, v, g, beta)
     outputs = []
     for t in range(p.T):
-        new = S if g is None else S * _row(mx.exp(g[:, t]))
-        predicted = (new * _row(k[:, t])).sum(axis=-1) if erase else 0.0
-        error = beta[:, t, :, None] * (v[:, t] - predicted)
-        new = new + error[..., None] * _row(k[:, t])
-        o = (new * _row(q[:, t])).sum(axis=-1)
-        if lengths is not None:
-            inside = (t < lengths)[:, None, None]
-            o = mx.where(inside, o, 0.0)
-            new = mx.where(inside[..., None], new, S)
-        S = new
+        key, query = k[:, t, :, None], q[:, t, :, None]  # rows, against [B, Hv, Dv, Dk]
+        new = S if a is None else S * a[:, t, :, None]
+        e = v[:, t] - (new * key).sum(axis=-1) if erase else v[:, t]
+        e = beta[:, t, :, None] * e
+        new = new + e[..., None] * key
+        o = (new * query).sum(axis=-1)
+        S, o = keep_inside(lengths, t, S, new, o)
         outputs.append(o)
     return mx.stack(outputs, axis=1).astype(p.dtype), S
-
-
-def _row(x: mx.array) -> mx.array:
-    """[B, Hv, Dk] or [B, Hv] as something that multiplies the columns of [B, Hv, Dv, Dk]."""
-    return x[:, :, None, :] if x.ndim == 3 else x[:, :, None, None]
