@@ -139,11 +139,7 @@ def _segment(
     T = q.shape[1]
     n = T // chunk
     heads = (p.B, p.Hv)
-    span = _blocks(p, q * p.scale, k, g, beta)
-    length = _BLOCK
-    while length < chunk:
-        length *= 2
-        span = _merge(span, _by_chunk(beta[..., None], length).flatten(1, 2))
+    span = prepare_chunks(p, q * p.scale, k, g, beta, chunk)
     beta = _by_chunk(beta[..., None], chunk)
 
     def split(x: mx.array) -> mx.array:
@@ -166,6 +162,18 @@ def _segment(
     o = mx.stack(outputs, axis=2)  # [B, Hv, n, C, Dv]
     o = o.reshape(*heads, T, p.Dv).swapaxes(1, 2)
     return o.astype(p.dtype), S
+
+
+def prepare_chunks(
+    p: Problem, q: mx.array, k: mx.array, g: mx.array | None, beta: mx.array, chunk: int
+) -> _Span:
+    """Every chunk of a segment as one span: what the scan needs besides the state and V."""
+    span = _blocks(p, q, k, g, beta)
+    length = _BLOCK
+    while length < chunk:
+        length *= 2
+        span = _merge(span, _by_chunk(beta[..., None], length).flatten(1, 2))
+    return span
 
 
 def _by_chunk(x: mx.array, chunk: int) -> mx.array:

@@ -1,0 +1,9 @@
+"""The one table of tolerances: the bounds that tests compare errors with, and their reasons."""
+
+# Norm of the error over norm of the truth, against the float64 oracle.
+OP_FLOAT32 = 2e-6  # one pass over a few hundred tokens, any row of the numerics table
+CHUNK_OVER_SEQUENTIAL = 5.0  # chunkwise error over that of the sequential float32 loop
+OP_LONG = 1e-5  # extreme gates, long runs of equal tokens
+SPLIT = 2e-6  # the same tokens split elsewhere, float32
+OUTPUT_ROUNDING = {"float32": 1.2e-7, "float16": 9.8e-4, "bfloat16": 7.9e-3}  # one unit in the last
+GRADIENT = 2e-5  # against finite differences of the float64 oracle
