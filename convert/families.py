@@ -1,0 +1,67 @@
+"""The model families that can be converted, and the families of tensors that reports add up."""
+
+import re
+from collections.abc import Iterable
+from collections.abc import Mapping as MappingType
+from typing import Any
+
+from mlx_kda.errors import CheckpointError
+from mlx_kda.models.config import KimiLinearConfig
+
+from . import kimi_linear
+from .steps import Mapping
+from .tensor_files import Spec
+
+# Of hub names and MLX names alike; the first that matches counts.
+TENSOR_FAMILIES = {
+    "embedding": r"embed_tokens\.",
+    "head": r"^lm_head\.",
+    "norms": r"norm\.weight$",
+    "router": r"\.(mlp|block_sparse_moe)\.gate\.|e_score_correction_bias$",
+    "shared experts": r"\.shared_experts\.",
+    "experts": r"\.experts\.|\.switch_mlp\.",
+    "dense MLP": r"\.(mlp|block_sparse_moe)\.",
+    "KDA gates": r"\.(A_log|dt_bias)$|\.(b|f_a|f_b|g_a|g_b)_proj\.",
+    "KDA convolutions": r"_conv1d\.|_conv\.conv\.",
+    "MLA latents": r"\.(kv_a_proj_with_mqa|kv_b_proj|embed_q|unembed_out)\.",
+    "attention projections": r"\.self_attn\.[qkvo]_proj\.",
+}
+
+
+def tensor_family(name: str) -> str:
+    """The family of a tensor by its name."""
+    for family, pattern in TENSOR_FAMILIES.items():
+        if re.search(pattern, name):
+            return family
+    return "other"
+
+
+def by_family(tensors: Iterable[tuple[str, Spec]]) -> dict[str, dict[str, int]]:
+    """Number, bytes and elements of the tensors of each family, in a fixed order."""
+    sums = {family: {"tensors": 0, "bytes": 0} for family in (*TENSOR_FAMILIES, "other")}
+    for name, spec in tensors:
+        entry = sums[tensor_family(name)]
+        entry["tensors"] += 1
+        entry["bytes"] += spec.nbytes
+    return {family: entry for family, entry in sums.items() if entry["tensors"]}
+
+
+def map_checkpoint(
+    raw: dict[str, Any], tensors: MappingType[str, Spec]
+) -> tuple[KimiLinearConfig, Mapping]:
+    """Parse a config and lay out the mapping of its family.
+
+    Raises CheckpointError: an unknown model_type, a feature that is not built, a foreign
+    quantisation, a tensor that is missing or left over.
+    """
+    kind = raw.get("model_type")
+    if kind != "kimi_linear":
+        raise CheckpointError(f"model_type {kind!r} is not converted yet; supported: kimi_linear")
+    foreign = raw.get("quantization_config")
+    if isinstance(foreign, dict) and "quantization" not in raw:
+        method = foreign.get("quant_method", "unknown")
+        raise CheckpointError(
+            f"the source is quantised ({method}); convert the unquantised checkpoint instead"
+        )
+    config = KimiLinearConfig.from_dict(raw)
+    return config, kimi_linear.map_tensors(config, tensors)

@@ -1,0 +1,70 @@
+"""What a checkpoint folder holds, read from its config and headers only."""
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_kda.errors import CheckpointError
+
+from .families import by_family, map_checkpoint
+from .source import open_source
+
+
+@dataclass
+class Inspection:
+    """Facts of a checkpoint, Hugging Face's or MLX's; `problem` says why it would not convert."""
+
+    source: str
+    format: str  # "mlx" or "huggingface"
+    model_type: str
+    layers: int
+    layer_types: dict[str, int]
+    context: int
+    parameters: int
+    tensors: int
+    files: int
+    nbytes: int
+    dtypes: dict[str, int]  # dtype -> bytes
+    families: dict[str, dict[str, int]]
+    quantization: dict[str, Any] | None
+    problem: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The facts as JSON takes them."""
+        return asdict(self)
+
+
+def inspect(source: str | Path) -> Inspection:
+    """Describe a checkpoint from its headers; no tensor is read.
+
+    Raises CheckpointError or UserError where the folder is no checkpoint or its files are damaged.
+    A checkpoint that is whole but cannot be converted is described, with `problem` set.
+    """
+    origin = open_source(source)
+    raw, tensors = origin.config, origin.tensors
+    dtypes: Counter = Counter()
+    for stored in tensors.values():
+        dtypes[str(stored.dtype).removeprefix("mlx.core.")] += stored.nbytes
+    config, mapping, problem = None, None, None
+    try:
+        config, mapping = map_checkpoint(raw, tensors)
+    except CheckpointError as error:
+        problem = str(error)
+    is_mlx = any(name.endswith((".conv.weight", ".scales", ".embed_q.weight")) for name in tensors)
+    return Inspection(
+        source=str(source),
+        format="mlx" if is_mlx else "huggingface",
+        model_type=str(raw.get("model_type")),
+        layers=config.num_hidden_layers if config else int(raw.get("num_hidden_layers") or 0),
+        layer_types=dict(Counter(config.layer_types)) if config else {},
+        context=config.model_max_length if config else 0,
+        parameters=mapping.parameters if mapping else sum(t.size for t in tensors.values()),
+        tensors=len(tensors),
+        files=len({stored.file for stored in tensors.values()}),
+        nbytes=origin.nbytes,
+        dtypes=dict(dtypes.most_common()),
+        families=by_family(tensors.items()),
+        quantization=raw.get("quantization"),
+        problem=problem,
+    )

@@ -1,0 +1,254 @@
+"""Kimi Linear: names and layouts of its checkpoints, turned into those of mlx-lm.
+
+Taken are the names of the hub (which `save_pretrained` also writes) and mlx-lm's own, in any mix.
+Written are mlx-lm's, so that files travel both ways:
+
+    {q,k,v}_conv1d.weight [C,1,K]            ->  {q,k,v}_conv.conv.weight [C,K,1]
+    A_log [H] | [H,1] | [1,1,H,1] | padded   ->  A_log [1,1,H,1] float32
+    dt_bias [H*D] | [H,D]                    ->  dt_bias [H*D] float32
+    kv_b_proj.weight [H*(nope+v),lora]       ->  embed_q.weight [H,lora,nope] and
+                                                 unembed_out.weight [H,v,lora]
+    experts.I.{w1,w3,w2}.weight [out,in]     ->  switch_mlp.{gate,up,down}_proj.weight [E,out,in]
+    gate.e_score_correction_bias [E]         ->  mlp.e_score_correction_bias [E] float32
+"""
+
+import re
+from collections.abc import Mapping as MappingType
+from math import prod
+
+import mlx.core as mx
+
+from mlx_kda.errors import CheckpointError
+from mlx_kda.models.config import KDA, MOE, KimiLinearConfig
+
+from .builder import Builder, listed, quantization_of
+from .steps import Mapping, Read, Step
+from .tensor_files import Spec
+
+# Names that only a state dict saved by hand from transformers has: save_pretrained undoes them.
+RUNTIME_NAMES = re.compile(r"\.forget_gate\.|\.self_attn\.conv1d\.|\.experts\.gate_up_proj")
+UNUSED = {
+    re.compile(r"^(model\.)?mtp\."): "multi-token prediction is not used to generate",
+    re.compile(r"\.rotary_emb\.inv_freq$"): "derived from the config; these layers do not rotate",
+}
+EXPERT_PARTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+def map_tensors(config: KimiLinearConfig, tensors: MappingType[str, Spec]) -> Mapping:
+    """Lay out how the tensors of a checkpoint become those of the MLX model.
+
+    Raises CheckpointError naming every tensor that is missing, left over, or of a wrong shape.
+    """
+    if runtime := [name for name in tensors if RUNTIME_NAMES.search(name)]:
+        raise CheckpointError(
+            f"this is a transformers state dict saved by hand (it holds {listed(runtime[:1])}); "
+            "save the model with model.save_pretrained(folder) and convert that folder"
+        )
+    build = Builder(tensors)
+    for name in tensors:
+        for pattern, reason in UNUSED.items():
+            if pattern.search(name):
+                build.drop(name, reason)
+
+    hidden, vocab = config.hidden_size, config.vocab_size
+    build.weight("model.embed_tokens", (vocab, hidden))
+    if config.tie_word_embeddings:
+        _tied_head(build, (vocab, hidden))
+    for index in range(config.num_hidden_layers):
+        _layer(build, config, index)
+    build.tensor("model.norm.weight", (hidden,))
+    if not config.tie_word_embeddings:
+        build.weight("lm_head", (vocab, hidden))
+    return build.finish()
+
+
+def _layer(build: Builder, config: KimiLinearConfig, index: int) -> None:
+    path, hidden = f"model.layers.{index}", config.hidden_size
+    build.tensor(f"{path}.input_layernorm.weight", (hidden,))
+    if config.layer_types[index] == KDA:
+        _kda(build, config, f"{path}.self_attn")
+    else:
+        _mla(build, config, f"{path}.self_attn")
+    build.tensor(f"{path}.post_attention_layernorm.weight", (hidden,))
+    if config.mlp_layer_types[index] == MOE:
+        _moe(build, config, path)
+    else:
+        _mlp(build, f"{path}.mlp", f"{path}.block_sparse_moe", hidden, config.intermediate_size)
+
+
+def _kda(build: Builder, config: KimiLinearConfig, path: str) -> None:
+    hidden, heads, width = config.hidden_size, config.linear_num_heads, config.linear_head_dim
+    channels = heads * width
+    for part in "qkv":
+        build.weight(f"{path}.{part}_proj", (channels, hidden))
+    for part in "qkv":
+        _conv(build, f"{path}.{part}", channels, config.linear_conv_kernel_dim)
+    build.weight(f"{path}.f_a_proj", (width, hidden))
+    build.weight(f"{path}.f_b_proj", (channels, width))
+    build.weight(f"{path}.b_proj", (heads, hidden))
+    build.weight(f"{path}.g_a_proj", (width, hidden))
+    build.weight(f"{path}.g_b_proj", (channels, width))
+    _decay(build, f"{path}.A_log", heads)
+    _float32(build, f"{path}.dt_bias", (channels,), [(channels,), (heads, width)])
+    build.tensor(f"{path}.o_norm.weight", (width,))
+    build.weight(f"{path}.o_proj", (hidden, channels))
+
+
+def _mla(build: Builder, config: KimiLinearConfig, path: str) -> None:
+    hidden, heads, lora = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+    nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+    build.weight(f"{path}.q_proj", (heads * (nope + rope), hidden))
+    build.weight(f"{path}.kv_a_proj_with_mqa", (lora + rope, hidden))
+    build.tensor(f"{path}.kv_a_layernorm.weight", (lora,))
+    if build.has(f"{path}.kv_b_proj.weight"):
+        _split_kv_b(build, path, heads, nope, value, lora)
+    else:
+        build.weight(f"{path}.embed_q", (heads, lora, nope), f"{path}.kv_b_proj")
+        build.weight(f"{path}.unembed_out", (heads, value, lora), f"{path}.kv_b_proj")
+    build.weight(f"{path}.o_proj", (hidden, heads * value))
+
+
+def _mlp(build: Builder, path: str, alias: str, hidden: int, inner: int) -> None:
+    build.weight(f"{path}.gate_proj", (inner, hidden), f"{alias}.gate_proj")
+    build.weight(f"{path}.up_proj", (inner, hidden), f"{alias}.up_proj")
+    build.weight(f"{path}.down_proj", (hidden, inner), f"{alias}.down_proj")
+
+
+def _moe(build: Builder, config: KimiLinearConfig, path: str) -> None:
+    hidden, inner, experts = config.hidden_size, config.moe_intermediate_size, config.num_experts
+    mlp, hub = f"{path}.mlp", f"{path}.block_sparse_moe"
+    build.weight(f"{mlp}.gate", (experts, hidden), f"{hub}.gate")
+    name = f"{mlp}.e_score_correction_bias"
+    aliases = (f"{hub}.gate.e_score_correction_bias", f"{mlp}.gate.e_score_correction_bias")
+    _float32(build, name, (experts,), [(experts,)], *aliases)
+    for part in EXPERT_PARTS:
+        shape = (hidden, inner) if part == "down_proj" else (inner, hidden)
+        _experts(build, path, part, experts, shape)
+    if config.num_shared_experts:
+        inner *= config.num_shared_experts
+        _mlp(build, f"{mlp}.shared_experts", f"{hub}.shared_experts", hidden, inner)
+
+
+def _experts(build: Builder, path: str, part: str, count: int, shape: tuple[int, int]) -> None:
+    """Stack the experts' matrices in numeric order: expert 10 comes after 9, not after 1."""
+    target = f"{path}.mlp.switch_mlp.{part}"
+    if build.has(f"{target}.weight"):
+        return build.weight(target, (count, *shape))
+    hub = f"{path}.block_sparse_moe.experts"
+    group = f"{path}.mlp.experts" if build.has(f"{path}.mlp.experts.0.w1.weight") else hub
+    names = tuple(f"{group}.{i}.{EXPERT_PARTS[part]}.weight" for i in range(count))
+    if absent := [name for name in names if not build.has(name)]:
+        return build.missing.extend(absent)
+    specs = [build.floats(name, [shape]) for name in names]
+    if len(dtypes := {str(spec.dtype) for spec in specs}) > 1:
+        raise CheckpointError(
+            f"{group}.*.{EXPERT_PARTS[part]} mixes dtypes: {listed(sorted(dtypes))}"
+        )
+    name = f"{target}.weight"
+    return build.add(
+        Step(
+            names,
+            {name: Spec((count, *shape), specs[0].dtype)},
+            lambda read: {name: mx.stack([read(source) for source in names])},
+        )
+    )
+
+
+def _conv(build: Builder, path: str, channels: int, kernel: int) -> None:
+    name, hub = f"{path}_conv.conv.weight", f"{path}_conv1d.weight"
+    source = build.first((name, hub))
+    if source is None:
+        return
+    if source == name:
+        return build.tensor(name, (channels, kernel, 1))
+    spec = build.floats(hub, [(channels, 1, kernel), (channels, kernel)])
+    shape = (channels, kernel, 1)
+    build.add(
+        Step((hub,), {name: Spec(shape, spec.dtype)}, lambda r: {name: r(hub).reshape(shape)})
+    )
+
+
+def _decay(build: Builder, name: str, heads: int) -> None:
+    """A_log in any of its shapes; values beyond the last head are padding and must be zero."""
+    if build.first((name,)) is None:
+        return
+    shape = build.left[name].shape
+    count = prod(shape)
+    if count < heads or count != max(shape, default=1):
+        raise CheckpointError(f"{name} has shape {list(shape)}, the config asks for {heads} heads")
+    build.floats(name, [shape])
+
+    def run(read: Read) -> dict[str, mx.array]:
+        values = read(name).reshape(-1).astype(mx.float32)
+        # not (x == 0) also catches NaN
+        if count > heads and not mx.all(values[heads:] == 0).item():
+            raise CheckpointError(
+                f"{name} holds {count} values for {heads} heads and those beyond are not zero"
+            )
+        return {name: values[:heads].reshape(1, 1, heads, 1)}
+
+    build.add(Step((name,), {name: Spec((1, 1, heads, 1), mx.float32)}, run))
+
+
+def _float32(
+    build: Builder, name: str, shape: tuple[int, ...], allowed: list[tuple[int, ...]], *aliases: str
+) -> None:
+    """A parameter that stays float32 whatever the model's dtype; widening changes no value."""
+    if (source := build.first((name, *aliases))) is None:
+        return
+    build.floats(source, allowed)
+    build.add(
+        Step(
+            (source,),
+            {name: Spec(shape, mx.float32)},
+            lambda read: {name: read(source).astype(mx.float32).reshape(shape)},
+        )
+    )
+
+
+def _split_kv_b(build: Builder, path: str, heads: int, nope: int, value: int, lora: int) -> None:
+    """Split kv_b_proj by head into the map to latents (transposed) and the map to values.
+
+    Checkpoints of late 2025 hold it quantised, affine or mxfp4. It is split dequantised and stays
+    so: the parts are small, and a second rounding along another axis would cost accuracy.
+    """
+    base, shape = f"{path}.kv_b_proj", (heads * (nope + value), lora)
+    keys, values = f"{path}.embed_q.weight", f"{path}.unembed_out.weight"
+    packing: dict | None = None
+    sources = (f"{base}.weight",)
+    if build.has(f"{base}.scales"):
+        packing = quantization_of(build, base, shape)
+        parts = ["weight", "scales", *(["biases"] if packing["mode"] == "affine" else [])]
+        sources = tuple(f"{base}.{part}" for part in parts)
+        scales = build.left[f"{base}.scales"].dtype
+        dtype = scales if packing["mode"] == "affine" else mx.bfloat16
+    else:
+        dtype = build.floats(sources[0], [shape]).dtype
+
+    def run(read: Read) -> dict[str, mx.array]:
+        parts = [read(source) for source in sources]
+        weight = mx.dequantize(*parts, **packing, dtype=dtype) if packing else parts[0]
+        weight = weight.reshape(heads, nope + value, lora)
+        return {keys: weight[:, :nope].swapaxes(-1, -2), values: weight[:, nope:]}
+
+    outputs = {keys: Spec((heads, lora, nope), dtype), values: Spec((heads, value, lora), dtype)}
+    build.add(Step(sources, outputs, run))
+
+
+def _tied_head(build: Builder, shape: tuple[int, int]) -> None:
+    """A head beside tied embeddings is dropped, but only where it is the embedding."""
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    if not build.has(head):
+        return
+    build.floats(head, [shape])
+
+    def run(read: Read) -> dict[str, mx.array]:
+        if not mx.array_equal(read(head), read(embedding)).item():
+            raise CheckpointError(
+                f"the config ties the embeddings but {head} differs from {embedding}; "
+                "set tie_word_embeddings to false in config.json"
+            )
+        return {}
+
+    build.add(Step((head,), {}, run))
+    build.mapping.dropped[head] = "tied to the embedding"

@@ -1,0 +1,69 @@
+"""What a conversion did: counts, bytes, recipe, and every tensor left out or left alone."""
+
+import re
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class ConversionReport:
+    """Returned by `convert` and written to `conversion.json` in the output folder."""
+
+    source: str
+    out: str
+    model_type: str
+    layers: int
+    dtype: str
+    parameters: int
+    tensors_in: int
+    tensors_out: int
+    bytes_in: int
+    bytes_out: int
+    revision: str | None = None
+    quantization: dict[str, Any] | None = None
+    # path with the layer's number starred -> why it was not quantised
+    kept: dict[str, str] = field(default_factory=dict)
+    # source tensor -> why it was left out
+    dropped: dict[str, str] = field(default_factory=dict)
+    # family -> tensors, bytes in the output
+    families: dict[str, dict[str, int]] = field(default_factory=dict)
+    # weight file -> bytes, sha256
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tokenizer: str | None = None
+    warnings: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    version: str = ""
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits for each parameter of the model."""
+        return 8 * self.bytes_out / self.parameters if self.parameters else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON takes it."""
+        return {"written_by": "mlx-kda"} | asdict(self) | {"bits_per_weight": self.bits_per_weight}
+
+    def lines(self) -> list[str]:
+        """A short summary to print."""
+        how = self.dtype
+        if self.quantization:
+            q = self.quantization
+            how = f"{q['bits']} bits ({q['mode']}, groups of {q['group_size']}), rest {self.dtype}"
+        lines = [
+            f"{self.source} -> {self.out}",
+            f"{self.model_type}, {self.layers} layers, {self.parameters / 1e6:,.1f} M parameters",
+            f"{how}: {self.bytes_in / 1e9:.3f} GB -> {self.bytes_out / 1e9:.3f} GB, "
+            f"{self.bits_per_weight:.2f} bits a weight",
+        ]
+        lines += [
+            f"  {f:22s} {e['tensors']:6d} tensors {e['bytes'] / 1e6:12,.1f} MB"
+            for f, e in self.families.items()
+        ]
+        lines += [f"not quantised: {path} ({reason})" for path, reason in self.kept.items()]
+        lines += [f"dropped: {name} ({reason})" for name, reason in self.dropped.items()]
+        return [*lines, f"tokenizer: {self.tokenizer or 'none in the source'}"]
+
+
+def starred(kept: dict[str, str]) -> dict[str, str]:
+    """The same paths with layer numbers starred, so that one line stands for all layers."""
+    return {re.sub(r"\.layers\.\d+\.", ".layers.*.", path): why for path, why in kept.items()}

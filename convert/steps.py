@@ -1,0 +1,56 @@
+"""A conversion as a list of steps, laid out from headers alone before any data is read.
+
+Each step names the source tensors it reads and the tensors it makes. So the output's size, its
+shards and what is left over are known beforehand, and only one step's tensors are ever in memory.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from .tensor_files import Spec
+
+Read = Callable[[str], mx.array]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Makes the tensors `outputs` from the source tensors `sources`."""
+
+    sources: tuple[str, ...]
+    outputs: dict[str, Spec]
+    run: Callable[[Read], dict[str, mx.array]]
+
+
+@dataclass
+class Mapping:
+    """What becomes of every tensor of a checkpoint."""
+
+    steps: list[Step] = field(default_factory=list)
+    dropped: dict[str, str] = field(default_factory=dict)  # source tensor -> why it is not needed
+    packed: dict[str, dict] = field(
+        default_factory=dict
+    )  # path -> bits, group size, mode it came in
+
+    @property
+    def outputs(self) -> dict[str, Spec]:
+        """Every tensor that the steps make, in order."""
+        return {name: spec for step in self.steps for name, spec in step.outputs.items()}
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights, a packed one counted as what it stands for."""
+        count = 0
+        for name, spec in self.outputs.items():
+            path, _, part = name.rpartition(".")
+            if path not in self.packed:
+                count += spec.size
+            elif part == "weight":
+                count += spec.size * 32 // self.packed[path]["bits"]
+        return count
+
+
+def copy_step(source: str, name: str, spec: Spec) -> Step:
+    """A step that takes a tensor as it is, under another name."""
+    return Step((source,), {name: spec}, lambda read: {name: read(source)})

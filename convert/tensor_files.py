@@ -1,0 +1,192 @@
+"""Safetensors files by their headers: what one holds, a tensor's bytes, writing in a stream.
+
+`mx.load` reads whole files; a converter must read one tensor at a time, say which file is
+truncated, and write a file larger than it wants to hold in memory.
+"""
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_kda.errors import CheckpointError
+
+# safetensors name -> (MLX dtype, numpy dtype of the same width that carries the bits)
+DTYPES: dict[str, tuple[mx.Dtype, type]] = {
+    "F32": (mx.float32, np.uint32),
+    "F16": (mx.float16, np.uint16),
+    "BF16": (mx.bfloat16, np.uint16),
+    "F64": (mx.float64, np.uint64),
+    "U8": (mx.uint8, np.uint8),
+    "U16": (mx.uint16, np.uint16),
+    "U32": (mx.uint32, np.uint32),
+    "U64": (mx.uint64, np.uint64),
+    "I8": (mx.int8, np.uint8),
+    "I16": (mx.int16, np.uint16),
+    "I32": (mx.int32, np.uint32),
+    "I64": (mx.int64, np.uint64),
+    "BOOL": (mx.bool_, np.uint8),
+}
+DTYPE_NAMES = {dtype: name for name, (dtype, _) in DTYPES.items()}
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Shape and dtype of a tensor, known before its data is read."""
+
+    shape: tuple[int, ...]
+    dtype: mx.Dtype
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the data in bytes."""
+        return self.size * self.dtype.size
+
+
+@dataclass(frozen=True)
+class Stored(Spec):
+    """A tensor inside a safetensors file: its spec, the file, and the offset of its first byte."""
+
+    file: Path
+    offset: int
+
+
+def read_header(path: Path) -> dict[str, Stored]:
+    """The tensors that a safetensors file holds, by name; no tensor data is read.
+
+    Raises CheckpointError where the file is not safetensors, is truncated, or holds a dtype that is
+    unknown to MLX (float8).
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(8)
+            if len(head) < 8:
+                raise CheckpointError(f"{path.name} is truncated: {size} bytes; download it again")
+            (length,) = struct.unpack("<Q", head)
+            if length > MAX_HEADER_BYTES or 8 + length > size:
+                raise CheckpointError(
+                    f"{path.name} is truncated or no safetensors file: header of {length} bytes "
+                    f"in a file of {size}; download it again"
+                )
+            header = json.loads(file.read(length))
+            if not isinstance(header, dict):
+                raise ValueError("header is no table")
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path.name} has a damaged safetensors header: {error}") from error
+    header.pop("__metadata__", None)
+    return {
+        name: _entry(path, name, entry, start=8 + length, size=size)
+        for name, entry in header.items()
+    }
+
+
+def _entry(path: Path, name: str, entry: dict, start: int, size: int) -> Stored:
+    try:
+        kind, shape = entry["dtype"], tuple(int(n) for n in entry["shape"])
+        begin, end = (int(n) for n in entry["data_offsets"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path.name} has a damaged entry for {name}") from error
+    if kind not in DTYPES:
+        raise CheckpointError(
+            f"{name} in {path.name} is stored as {kind}, which MLX cannot hold; "
+            f"supported: {', '.join(DTYPES)}"
+        )
+    stored = Stored(shape, DTYPES[kind][0], path, start + begin)
+    if begin < 0 or end - begin != stored.nbytes:
+        raise CheckpointError(f"{path.name} has a damaged entry for {name}")
+    if start + end > size:
+        raise CheckpointError(
+            f"{path.name} is truncated: {name} ends at byte {start + end} of {size}; "
+            "download it again"
+        )
+    return stored
+
+
+def read_tensor(stored: Stored) -> mx.array:
+    """Read one tensor, bits unchanged; CheckpointError if the file ends too soon."""
+    carrier = DTYPES[DTYPE_NAMES[stored.dtype]][1]
+    data = np.empty(stored.nbytes, np.uint8)
+    view = memoryview(data)
+    try:
+        with stored.file.open("rb", buffering=0) as file:
+            file.seek(stored.offset)
+            done = 0
+            while done < stored.nbytes:
+                count = file.readinto(view[done:])
+                if not count:
+                    raise CheckpointError(f"{stored.file.name} is truncated; download it again")
+                done += count
+    except OSError as error:
+        raise CheckpointError(f"{stored.file.name} cannot be read: {error.strerror}") from error
+    bits = mx.array(data.view(carrier).reshape(stored.shape))
+    return bits.view(stored.dtype) if bits.dtype != stored.dtype else bits
+
+
+def write_file(
+    path: Path,
+    tensors: dict[str, Spec],
+    arrays: Iterable[tuple[str, mx.array]],
+    wrote: Callable[[int], None] = lambda count: None,
+) -> str:
+    """Write a safetensors file in a stream: the header from `tensors`, then each array as it comes.
+
+    `arrays` yields every tensor of `tensors`, in that order; `wrote` hears how many bytes went out.
+    Returns the SHA-256 of the file. The caller gives a temporary name and renames.
+    """
+    header, offset = {"__metadata__": {"format": "mlx"}}, 0
+    for name, spec in tensors.items():
+        header[name] = {
+            "dtype": DTYPE_NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [offset, offset + spec.nbytes],
+        }
+        offset += spec.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+
+        def put(block) -> None:
+            file.write(block)
+            digest.update(block)
+            wrote(len(block))
+
+        put(struct.pack("<Q", len(text)) + text)
+        expected = iter(tensors.items())
+        for name, array in arrays:
+            wanted, spec = next(expected)
+            if (name, array.shape, array.dtype) != (wanted, spec.shape, spec.dtype):
+                raise RuntimeError(
+                    f"planned {wanted} {spec}, got {name} {array.shape} {array.dtype}"
+                )
+            put(array_bytes(array))
+        if left := [name for name, _ in expected]:
+            raise RuntimeError(f"planned but not written: {left}")
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def array_bytes(array: mx.array) -> memoryview:
+    """The bytes of an array, row-major, without another copy where it is already contiguous."""
+    carrier = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}[array.dtype.size]
+    bits = mx.contiguous(array).view(carrier)
+    mx.eval(bits)
+    return memoryview(np.array(bits, copy=False)).cast("B")

@@ -1,0 +1,105 @@
+"""A sentencepiece `tokenizer.model` (llama-style) as a tokenizer of the `tokenizers` library."""
+
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
+
+from ..errors import CheckpointError
+from .merges import derive_merges
+
+FILE = "tokenizer.model"
+SPACE = "\u2581"
+# kinds of pieces in the file
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+UNIGRAM, BPE = 1, 2
+
+
+def read_model(path: Path):
+    """Parse the file; CheckpointError if it is damaged or no sentencepiece model."""
+    from google.protobuf.message import DecodeError
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = sentencepiece_model_pb2.ModelProto()
+    try:
+        model.ParseFromString(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except DecodeError:
+        raise CheckpointError(f"{path} is damaged or no sentencepiece model") from None
+    if not model.pieces:
+        raise CheckpointError(f"{path} is damaged or no sentencepiece model: it has no pieces")
+    return model
+
+
+def build(path: Path, config: dict[str, Any]) -> Tokenizer:
+    """The tokenizer of a sentencepiece model; `config` (tokenizer_config.json) rules BOS and EOS.
+
+    Raises CheckpointError for a damaged file and for model types other than BPE and unigram.
+    """
+    proto = read_model(path)
+    trainer, rules = proto.trainer_spec, proto.normalizer_spec
+    pieces = proto.pieces
+    if trainer.model_type == BPE:
+        # joined first is the better score, and among equals the earlier piece
+        order = sorted(range(len(pieces)), key=lambda i: (-pieces[i].score, i))
+        ranks = {pieces[i].piece: n for n, i in enumerate(order) if pieces[i].type == NORMAL}
+        model = models.BPE(
+            vocab={piece.piece: i for i, piece in enumerate(pieces)},
+            merges=derive_merges(ranks),
+            unk_token=trainer.unk_piece,
+            fuse_unk=True,
+            byte_fallback=trainer.byte_fallback,
+        )
+    elif trainer.model_type == UNIGRAM:
+        model = models.Unigram(
+            [(piece.piece, piece.score) for piece in pieces],
+            unk_id=trainer.unk_id,
+            byte_fallback=trainer.byte_fallback,
+        )
+    else:
+        raise CheckpointError(f"{path}: only BPE and unigram sentencepiece models are supported")
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence(_normalizers(rules))
+    tokenizer.decoder = decoders.Sequence(_decoders(rules))
+    tokenizer.add_tokens(
+        [
+            AddedToken(piece.piece, special=piece.type != USER_DEFINED, normalized=False)
+            for piece in pieces
+            if piece.type in (UNKNOWN, CONTROL, USER_DEFINED)
+        ]
+    )
+    tokenizer.post_processor = _frame(proto, config)
+    return tokenizer
+
+
+def _normalizers(rules) -> list:
+    steps = []
+    if rules.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
+    if rules.remove_extra_whitespaces:
+        steps += [
+            normalizers.Replace(Regex(r"\A +| +\z"), ""),
+            normalizers.Replace(Regex(" {2,}"), " "),
+        ]
+    if rules.add_dummy_prefix:
+        steps.append(normalizers.Prepend(SPACE))
+    return [*steps, normalizers.Replace(" ", SPACE)]
+
+
+def _decoders(rules) -> list:
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    return [*steps, decoders.Strip(" ", 1, 0)] if rules.add_dummy_prefix else steps
+
+
+def _frame(proto, config: dict[str, Any]) -> processors.TemplateProcessing:
+    """BOS and EOS around a text, as tokenizer_config.json asks (by default BOS alone)."""
+    bos, eos = proto.trainer_spec.bos_id, proto.trainer_spec.eos_id
+    frame, names = ["$A"], []
+    if config.get("add_bos_token", True) and bos >= 0:
+        names.append((proto.pieces[bos].piece, bos))
+        frame.insert(0, proto.pieces[bos].piece)
+    if config.get("add_eos_token", False) and eos >= 0:
+        names.append((proto.pieces[eos].piece, eos))
+        frame.append(proto.pieces[eos].piece)
+    return processors.TemplateProcessing(single=" ".join(frame), special_tokens=names)
