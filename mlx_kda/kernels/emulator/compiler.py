@@ -1,0 +1,168 @@
+"""Builds a rewritten kernel with the machine's C++ compiler, and keeps the results on disk."""
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import mlx.core as mx
+
+from ...errors import UserError
+
+HERE = Path(__file__).parent
+COMPILERS = ("c++", "g++", "clang++")
+METAL_HEADERS = (
+    "metal_atomic",
+    "metal_common",
+    "metal_compute",
+    "metal_integer",
+    "metal_limits",
+    "metal_logging",
+    "metal_math",
+    "metal_matrix",
+    "metal_relational",
+    "metal_simdgroup",
+    "metal_simdgroup_matrix",
+    "metal_stdlib",
+    "metal_type_traits",
+)
+RUNTIME = {
+    "fast": ("scheduler.cpp", "simd.cpp", "fast.cpp"),
+    "checked": ("scheduler.cpp", "simd.cpp", "checked.cpp", "hooks.cpp"),
+    "count": ("scheduler.cpp", "simd.cpp", "count.cpp", "hooks.cpp"),
+}
+COMMON = ["-std=c++17", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-fno-math-errno"]
+KERNEL = {
+    "fast": ["-O2", "-fno-trapping-math"],
+    "checked": ["-O2", "-g1", "-fno-tree-vectorize", "-fsanitize=thread"],
+    "count": ["-O3", "-g1", "-fno-tree-vectorize", "-fsanitize=thread", "-DEMU_COUNT=1"],
+}
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels are kept: ``~/Library/Caches/mlx-kda`` on a Mac, else
+    ``$XDG_CACHE_HOME/mlx-kda`` or ``~/.cache/mlx-kda``. It can be deleted at any time."""
+    if platform.system() == "Darwin":
+        return Path.home() / "Library" / "Caches" / "mlx-kda"
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "mlx-kda"
+
+
+def mlx_include() -> Path:
+    """The headers in the installed MLX wheel."""
+    return Path(mx.__file__).parent / "include"
+
+
+@lru_cache
+def compiler() -> tuple[str, str]:
+    """(path, what it says of itself) of the C++ compiler; UserError if there is none."""
+    for name in COMPILERS:
+        path = shutil.which(name)
+        if path:
+            said = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+            return path, said.split("\n")[0]
+    raise UserError(
+        "the kernel emulator needs a C++ compiler and found none of "
+        f"{', '.join(COMPILERS)}: install one (Debian: apt install g++; macOS: xcode-select "
+        "--install)"
+    )
+
+
+@lru_cache
+def _fingerprint() -> str:
+    """Changes with the compiler, the processor and the emulator's own sources."""
+    digest = hashlib.sha256()
+    digest.update("\n".join(compiler()).encode())
+    digest.update(platform.machine().encode())
+    digest.update(_processor().encode())
+    digest.update(mx.__version__.encode())
+    sources = [p for folder in ("include", "runtime") for p in (HERE / folder).rglob("*")]
+    for path in sorted(p for p in sources if p.is_file()):
+        digest.update(str(path.relative_to(HERE)).encode() + b"\0" + path.read_bytes())
+    digest.update(repr((COMMON, KERNEL)).encode())
+    return digest.hexdigest()[:24]
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n")
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith("flags")), "")
+
+
+def _tune() -> list[str]:
+    return ["-march=native"] if platform.machine() in ("x86_64", "AMD64") else []
+
+
+class BuildFailed(Exception):
+    """The compiler's messages."""
+
+
+def _run(command, cwd):
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    if done.returncode:
+        raise BuildFailed(done.stderr)
+
+
+def _publish(made: Path, target: Path):
+    """Renames, so that another process never sees half a file."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    os.replace(made, target)
+
+
+@lru_cache
+def _support(mode) -> tuple[Path, list[Path]]:
+    """The folder of the forwarding metal_* headers, and the runtime's objects for ``mode``."""
+    base = cache_dir() / "emulator" / _fingerprint()
+    headers = base / "headers"
+    objects = [base / mode / (Path(name).stem + ".o") for name in RUNTIME[mode]]
+    if all(p.exists() for p in objects) and (headers / "complete").exists():
+        return headers, objects
+    base.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=base) as work:
+        headers.mkdir(exist_ok=True)
+        for name in (*METAL_HEADERS, "complete"):
+            made = Path(work) / name
+            made.write_text('#include "prelude.h"\n')
+            _publish(made, headers / name)
+        for name, target in zip(RUNTIME[mode], objects, strict=True):
+            made = Path(work) / target.name
+            flags = [*COMMON, *_tune(), "-O3", "-g1", f"-DEMU_MODE_{mode.upper()}=1"]
+            source = HERE / "runtime" / name
+            try:
+                _run([compiler()[0], *flags, "-c", str(source), "-o", str(made)], work)
+            except BuildFailed as error:
+                raise UserError(
+                    f"{compiler()[1]} cannot build the kernel emulator (it needs g++ 12 or "
+                    f"clang 15, or newer): {str(error).strip().splitlines()[-1]}"
+                ) from None
+            _publish(made, target)
+    return headers, objects
+
+
+def build(unit: str, mode: str, text_name: str) -> Path:
+    """Compiles a complete translation unit into a shared object and returns its path.
+
+    ``text_name`` is the file name that the kernel's lines carry in messages and debug information.
+    """
+    key = hashlib.sha256(f"{_fingerprint()}\0{mode}\0{unit}".encode()).hexdigest()[:32]
+    folder = cache_dir() / "emulator" / _fingerprint()
+    target = folder / mode / f"{key}.so"
+    if target.exists():
+        return target
+    headers, objects = _support(mode)
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        source, made = Path(work) / "unit.cpp", Path(work) / "unit.so"
+        source.write_text(unit)
+        includes = [f"-I{HERE / 'include'}", f"-I{headers}", f"-I{mlx_include()}"]
+        flags = [*COMMON, *_tune(), *KERNEL[mode], "-w"]
+        _run([compiler()[0], *flags, *includes, "-c", str(source), "-o", "unit.o"], work)
+        names = [str(p) for p in objects]
+        _run([compiler()[0], "-shared", "-o", str(made), "unit.o", *names], work)
+        _publish(made, target)
+    return target

@@ -1,0 +1,184 @@
+"""The few changes that turn generated Metal text into C++, line for line.
+
+- a variable declared `threadgroup T name[N];` becomes a reference to memory that all threads share
+  (pointers and references to threadgroup memory are left alone);
+- attributes in double brackets are dropped, function constants refused;
+- a floating literal without a suffix is a float in Metal, and `h` and `bf` are suffixes.
+Anything that is not recognised is left to the compiler, which rejects it, or refused here.
+"""
+
+import re
+from dataclasses import dataclass
+
+TOKEN = re.compile(
+    r"""(?P<comment>//(?:\\\n|[^\n])*|/\*.*?\*/)
+      | (?P<string>"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')
+      | (?P<number>\.?[0-9](?:[eEpP][+-]|[0-9a-zA-Z_.])*)
+      | (?P<name>[A-Za-z_][A-Za-z0-9_]*)
+      | (?P<attribute>\[\[[^\[\]]*\]\])
+      | (?P<space>(?:\s|\\\n)+)
+      | (?P<punctuation>::|.)""",
+    re.VERBOSE | re.DOTALL,
+)
+FLOAT = re.compile(
+    r"(?P<value>(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[0-9]+[eE][+-]?[0-9]+)"
+    r"(?P<suffix>[a-zA-Z]*)\Z"
+)
+
+
+class Unsupported(Exception):
+    """A construct that the rewrite does not know: (message, line of the text)."""
+
+    def __init__(self, message, line):
+        super().__init__(message)
+        self.message = message
+        self.line = line
+
+
+@dataclass
+class Token:
+    kind: str
+    text: str
+    line: int
+
+
+def tokens(text) -> list[Token]:
+    result, line = [], 1
+    for match in TOKEN.finditer(text):
+        result.append(Token(match.lastgroup, match.group(), line))
+        line += match.group().count("\n")
+    return result
+
+
+def _number(token) -> str:
+    match = FLOAT.match(token.text)
+    if not match:
+        return token.text
+    value, suffix = match.group("value"), match.group("suffix")
+    if suffix in ("", "f", "F"):
+        return value + "f"
+    if suffix in ("h", "H"):
+        return f"half({value}f)"
+    if suffix in ("bf", "BF"):
+        return f"bfloat({value}f)"
+    raise Unsupported(f"the literal {token.text}", token.line)
+
+
+class _Shared:
+    """Finds and rewrites declarations of threadgroup variables."""
+
+    def __init__(self, toks):
+        self.toks = toks
+        self.count = 0
+        self.names = []
+
+    def _next(self, i):
+        i += 1
+        while i < len(self.toks) and self.toks[i].kind in ("space", "comment"):
+            i += 1
+        return i
+
+    def _closing(self, i, opening, closing):
+        depth = 0
+        while i < len(self.toks):
+            if self.toks[i].text == opening:
+                depth += 1
+            elif self.toks[i].text == closing:
+                depth -= 1
+                if depth == 0:
+                    return i
+            i += 1
+        return i
+
+    def _type(self, i):
+        """The end (exclusive) of the type that starts at token i, or None."""
+        words = 0
+        while i < len(self.toks):
+            token = self.toks[i]
+            if token.text == "::":
+                words = 0
+            elif token.kind == "name" and token.text in ("const", "volatile", "typename", "struct"):
+                pass
+            elif token.kind == "name":
+                if words and not (token.text in _PARTS and self.toks[last].text in _PARTS):
+                    return i
+                words, last = words + 1, i
+            elif token.text == "<" and words:
+                i = self._closing(i, "<", ">")
+            else:
+                return i if words else None
+            i = self._next(i)
+        return None
+
+    def declaration(self, i):
+        """(end, replacement) for a declaration whose `threadgroup` is token i, else None."""
+        first = self._next(i)
+        end = self._type(first)
+        if end is None or end >= len(self.toks) or self.toks[end].kind != "name":
+            return None
+        base = "".join(t.text for t in self.toks[first:end] if t.kind != "comment").strip()
+        out, at = [], end
+        while True:
+            name = self.toks[at]
+            if name.kind != "name":
+                raise Unsupported("a threadgroup declaration of this form", name.line)
+            suffix, at = "", self._next(at)
+            while at < len(self.toks) and self.toks[at].text == "[":
+                close = self._closing(at, "[", "]")
+                suffix += "".join(t.text for t in self.toks[at : close + 1])
+                at = self._next(close)
+            if self.toks[at].text not in (",", ";"):
+                if self.toks[at].text in ("=", "{"):
+                    raise Unsupported("a threadgroup variable with an initialiser", name.line)
+                return None
+            kind = f"emu_type_of<{base}{suffix}>".replace("\\\n", " ")
+            out.append(f"{kind}& {name.text} = emu_shared<{kind}>({self.count});")
+            self.names.append(name.text)
+            self.count += 1
+            if self.toks[at].text == ";":
+                break
+            at = self._next(at)
+        body = " ".join(part.replace("\n", " ") for part in out)
+        skipped = [t.text for t in self.toks[i : at + 1]]
+        newlines = "".join(re.findall(r"\\\n|\n", "".join(skipped)))
+        return at + 1, body + newlines
+
+
+_PARTS = {"unsigned", "signed", "long", "short", "int", "char"}
+
+
+@dataclass
+class Rewritten:
+    text: str
+    shared_names: list[str]
+
+
+def rewrite(text) -> Rewritten:
+    """C++ with the same lines as ``text``, and the names of its threadgroup variables by number."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.isascii():
+            raise Unsupported("text that is not ASCII", number)
+    toks = tokens(text)
+    shared = _Shared(toks)
+    out, i = [], 0
+    while i < len(toks):
+        token = toks[i]
+        if token.kind == "attribute":
+            if "function_constant" in token.text:
+                raise Unsupported("function constants (MLX cannot set them)", token.line)
+            out.append("\n" * token.text.count("\n"))
+        elif token.kind == "number":
+            out.append(_number(token))
+        elif token.text == "threadgroup" and token.kind == "name":
+            found = shared.declaration(i)
+            if found:
+                i, replacement = found
+                out.append(replacement)
+                continue
+            out.append(token.text)
+        elif token.kind == "name" and token.text == "double":
+            raise Unsupported("double, which Metal does not have", token.line)
+        else:
+            out.append(token.text)
+        i += 1
+    return Rewritten("".join(out), shared.names)
