@@ -7,3 +7,9 @@ OP_LONG = 1e-5  # extreme gates, long runs of equal tokens
 SPLIT = 2e-6  # the same tokens split elsewhere, float32
 OUTPUT_ROUNDING = {"float32": 1.2e-7, "float16": 9.8e-4, "bfloat16": 7.9e-3}  # one unit in the last
 GRADIENT = 2e-5  # against finite differences of the float64 oracle
+
+# Largest difference over largest magnitude, layers and whole models.
+LAYER_FLOAT32 = 1e-5  # one layer against float64
+LAYER_HALF = {"float16": 3e-3, "bfloat16": 2e-2}  # one layer, every step rounded to the dtype
+GOLDEN = 1e-5  # logits against transformers in float64
+STOCK = 1e-5  # logits against stock mlx-lm, float32 on both sides

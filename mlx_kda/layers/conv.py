@@ -27,6 +27,8 @@ class ShortConv(nn.Module):
         B, T, C = x.shape
         if window is None:
             window = mx.zeros((B, self.taps - 1, C), dtype=x.dtype)
+        if T == 0:
+            return x, window
         inputs = mx.concatenate([window, x], axis=1)
         y = nn.silu(self.conv(inputs).astype(x.dtype))
         if padding is not None and padding.window is not None:

@@ -10,7 +10,7 @@ from .norm import RMSNorm
 
 # Bytes that one block of expanded keys and values, or of scores, may take. Longer contexts are
 # worked through in blocks of heads and of query rows.
-WORKSPACE = 256 * 2**20
+WORKSPACE = 64 * 2**20
 
 
 class MLA(nn.Module):
