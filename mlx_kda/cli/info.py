@@ -1,0 +1,139 @@
+"""What a checkpoint is and what running it takes, from its config and file headers alone.
+
+Works on folders of Hugging Face and of MLX; no weights are read.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from mlx_kda.cli import common
+from mlx_kda.errors import UserError
+
+SUMMARY = "what a checkpoint is and takes"
+EXAMPLE = "mlx-kda info kimi-4bit\n  mlx-kda info kimi-4bit --json"
+
+FORMATS = {"mlx": "an MLX folder", "huggingface": "a Hugging Face folder"}
+CONTEXTS = {"8K": 8 * 1024, "128K": 128 * 1024, "1M": 1024 * 1024}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="folder of a checkpoint")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    report = describe(Path(args.model))
+    if args.json:
+        print(json.dumps(report, ensure_ascii=False))
+    else:
+        _print(report)
+    return 0
+
+
+def describe(folder: Path) -> dict[str, Any]:
+    """The report as plain data; sizes in bytes.
+
+    A whole checkpoint that cannot run is described too, with the reason under "problem".
+    """
+    from mlx_kda.convert import inspect
+    from mlx_kda.convert.source import read_config
+    from mlx_kda.models.config import KimiLinearConfig
+
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder: name one that holds a config.json")
+    found = inspect(folder)
+    report = {
+        **found.as_dict(),
+        "bits_per_weight": 8 * found.nbytes / found.parameters,
+        "quantization": _quantization(found.quantization),
+    }
+    if found.problem is None:
+        config = KimiLinearConfig.from_dict(read_config(folder))
+        report.update(_running(config, list(found.dtypes)))
+    return report
+
+
+def _running(config: Any, dtypes: list[str]) -> dict[str, Any]:
+    """What running it takes and which path its KDA layers go."""
+    from mlx_kda import footprint
+
+    name = footprint.activation_dtype(dtypes)
+    dtype = footprint.FLOATS[name]
+    state = footprint.state_bytes(config, dtype)
+    latent = footprint.latent_bytes(config, dtype)
+    return {
+        "dtype": name,
+        "kda_heads": [config.linear_num_heads, config.linear_head_dim],
+        "experts": [config.num_experts, config.num_experts_per_token],
+        "state_bytes": state,
+        "latent_bytes_per_token": latent,
+        "cache_bytes": {length: state + latent * n for length, n in CONTEXTS.items()},
+        "ops": common.kda_paths(config, name),
+    }
+
+
+def _quantization(entry: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The default of a quantised model and how many modules depart from it."""
+    if not entry:
+        return None
+    default = {k: v for k, v in entry.items() if not isinstance(v, (dict, bool))}
+    return {**default, "exceptions": len(entry) - len(default)}
+
+
+def _print(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    for name, value in _rows(report):
+        table.add_row(name, value)
+    # Wide enough not to wrap in a pipe, where rich assumes 80 columns.
+    console = Console(highlight=False, markup=False)
+    console.width = max(console.width, 100)
+    console.print(table)
+
+
+def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    size = common.size
+    kinds = ", ".join(f"{n} {kind.upper()}" for kind, n in report["layer_types"].items())
+    rows = [
+        ("model", f"{report['model_type']}, {FORMATS[report['format']]}"),
+        ("layers", f"{report['layers']}: {kinds}" if kinds else str(report["layers"])),
+        ("parameters", _count(report["parameters"])),
+        ("weights", f"{size(report['nbytes'])}, {report['bits_per_weight']:.2f} bits a weight"),
+        ("", ", ".join(f"{name} {size(n)}" for name, n in report["dtypes"].items())),
+        ("quantised", _describe_quantization(report["quantization"])),
+    ]
+    if report["problem"] is not None:
+        return [*rows, ("problem", report["problem"])]
+    experts, chosen = report["experts"]
+    cache = ", ".join(f"{size(n)} at {length}" for length, n in report["cache_bytes"].items())
+    return [
+        *rows,
+        ("KDA heads", "{} of {}".format(*report["kda_heads"])),
+        ("experts", f"{experts}, {chosen} a token" if experts else "none"),
+        ("context", f"{report['context']:,} tokens"),
+        ("computes in", report["dtype"]),
+        ("KDA state", f"{size(report['state_bytes'])} whatever the length"),
+        ("MLA latents", f"{size(report['latent_bytes_per_token'])} a token"),
+        ("state + latents", cache),
+        *((f"{name} runs", text) for name, text in report["ops"].items()),
+    ]
+
+
+def _describe_quantization(quantization: dict[str, Any] | None) -> str:
+    if quantization is None:
+        return "no"
+    rest = dict(quantization)
+    own = rest.pop("exceptions")
+    text = ", ".join(f"{key} {value}" for key, value in rest.items())
+    return f"{text}; {own} modules otherwise" if own else text
+
+
+def _count(n: int) -> str:
+    for unit, word in ((10**9, "billion"), (10**6, "million"), (10**3, "thousand")):
+        if n >= unit:
+            return f"{n / unit:.3g} {word}"
+    return str(n)

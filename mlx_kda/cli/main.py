@@ -1,0 +1,81 @@
+"""The program ``mlx-kda``: finds the command, runs it, and turns every failure into one line.
+
+Only the standard library is imported here and at the top of the commands, so that ``--help``
+answers at once; a command imports what it needs when it runs.
+"""
+
+import importlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+
+from mlx_kda import __version__
+from mlx_kda.cli.common import Parser, note, prepare_output
+from mlx_kda.errors import UserError
+
+COMMANDS = ("convert", "generate", "chat", "info", "demo")
+
+# Exit statuses: 2 for a user's mistake (argparse's own), 128 + signal number as shells have it.
+USER_ERROR = 2
+UNEXPECTED = 1
+INTERRUPTED = 128 + signal.SIGINT
+BROKEN_PIPE = 141  # 128 + SIGPIPE, which the signal module lacks on some systems
+
+
+def build_parser() -> Parser:
+    """The parser of all the commands. Each command's module adds its own."""
+    parser = Parser(
+        prog="mlx-kda",
+        description="Kimi Delta Attention models on Apple Silicon: convert, look at, run.",
+        epilog="example:\n  mlx-kda convert path/to/Kimi-Linear kimi-4bit --q-bits 4\n"
+        "  mlx-kda chat kimi-4bit",
+    )
+    parser.add_argument("--version", action="version", version=f"mlx-kda {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of a failure")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        module = importlib.import_module(f"mlx_kda.cli.{name}")
+        command = commands.add_parser(
+            name,
+            help=module.SUMMARY,
+            description=module.__doc__,
+            epilog=f"example:\n  {module.EXAMPLE}",
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status. A bad flag leaves through argparse's SystemExit(2)."""
+    args = build_parser().parse_args(argv)
+    prepare_output()
+    try:
+        status = args.run(args)
+        sys.stdout.flush()
+        return status or 0
+    except UserError as error:
+        return _fail(args.debug, " ".join(str(error).split()), USER_ERROR)
+    except KeyboardInterrupt:
+        return _fail(args.debug, "interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        # Nobody reads any more. Python would complain once more when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except Exception as error:
+        what = " ".join(str(error).split())
+        hint = "" if args.debug else " (mlx-kda --debug ... shows where)"
+        return _fail(args.debug, f"{type(error).__name__}: {what}{hint}", UNEXPECTED)
+
+
+def _fail(debug: bool, line: str, status: int) -> int:
+    if debug:
+        traceback.print_exc()
+    note(f"mlx-kda: {line}")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

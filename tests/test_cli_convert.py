@@ -1,0 +1,248 @@
+"""``mlx-kda convert`` and ``info``: reports, and mistakes that leave nothing behind."""
+
+import json
+import shutil
+
+import mlx.core as mx
+import pytest
+from helpers.tiny_checkpoint import CONFIG, write_checkpoint
+
+from mlx_kda.cli.main import main
+
+
+@pytest.fixture
+def copy(tiny_hf, tmp_path):
+    """A copy of the Hugging Face checkpoint, to be damaged."""
+    return shutil.copytree(tiny_hf, tmp_path / "hf")
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_convert_writes_and_reports(tiny_hf, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["convert", str(tiny_hf), str(out), "--q-bits", "4", "--q-group-size", "32"]) == 0
+    text = capsys.readouterr().out
+    assert "4 bits" in text and "bits a weight" in text
+    assert json.loads((out / "config.json").read_text())["quantization"]["bits"] == 4
+    assert sorted(tmp_path.iterdir()) == [out], "nothing temporary stays"
+
+
+def test_convert_json(tiny_hf, tmp_path, capsys):
+    assert (
+        main(["convert", str(tiny_hf), str(tmp_path / "o"), "--dtype", "bfloat16", "--json"]) == 0
+    )
+    report = json.loads(capsys.readouterr().out)
+    assert report["model_type"] == "kimi_linear" and report["dtype"] == "bfloat16"
+    assert report["bytes_out"] < report["bytes_in"] and report["quantization"] is None
+
+
+def missing_folder(folder):
+    shutil.rmtree(folder)
+
+
+def no_config(folder):
+    (folder / "config.json").unlink()
+
+
+def config_no_json(folder):
+    (folder / "config.json").write_text("{")
+
+
+def unknown_model_type(folder):
+    edit(folder / "config.json", model_type="frobnicator")
+
+
+def unknown_feature(folder):
+    edit(folder / "config.json", mla_use_nope=False)
+
+
+def no_weights(folder):
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+
+
+def missing_shard(folder):
+    next(iter(sorted(folder.glob("*.safetensors")))).unlink()
+
+
+def truncated_shard(folder):
+    shard = sorted(folder.glob("*.safetensors"))[-1]
+    shard.write_bytes(shard.read_bytes()[:-100])
+
+
+def empty_shard(folder):
+    sorted(folder.glob("*.safetensors"))[-1].write_bytes(b"")
+
+
+def _resave(folder, change):
+    for shard in sorted(folder.glob("*.safetensors")):
+        tensors = mx.load(str(shard))
+        mx.eval(tensors)
+        if change(tensors):
+            mx.save_safetensors(str(shard), tensors)
+    (folder / "model.safetensors.index.json").unlink()
+
+
+def missing_tensor(folder):
+    _resave(folder, lambda tensors: tensors.pop("model.norm.weight", None) is not None)
+
+
+def left_over_tensor(folder):
+    def add(tensors):
+        if "model.norm.weight" in tensors:
+            tensors["model.frob.weight"] = mx.zeros((3,))
+        return "model.norm.weight" in tensors
+
+    _resave(folder, add)
+
+
+FAULTS = {
+    missing_folder: "hf",
+    no_config: "config.json",
+    config_no_json: "config.json",
+    unknown_model_type: "frobnicator",
+    unknown_feature: "mla_use_nope",
+    no_weights: "safetensors",
+    missing_shard: "model-00001-of-00002.safetensors",
+    truncated_shard: "truncated",
+    empty_shard: "truncated",
+    missing_tensor: "model.norm.weight",
+    left_over_tensor: "model.frob.weight",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_bad_source_is_one_line_and_leaves_nothing(fault, copy, tmp_path, capsys):
+    fault(copy)
+    before = sorted(tmp_path.iterdir())
+    assert main(["convert", str(copy), str(tmp_path / "out")]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("mlx-kda: ") and err.count("\n") == 1
+    assert FAULTS[fault] in err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [fault for fault in FAULTS if fault is not missing_shard],  # a small model is one file
+    ids=lambda fault: fault.__name__,
+)
+def test_a_bad_model_is_one_line_to_generate_too(fault, tiny_mlx, tmp_path, capsys):
+    folder = shutil.copytree(tiny_mlx, tmp_path / "hf")
+    fault(folder)
+    assert main(["generate", str(folder), "--prompt", "x"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("mlx-kda: ") and err.count("\n") == 1
+    assert FAULTS[fault] in err
+
+
+def test_an_existing_output_is_kept(tiny_hf, tmp_path, capsys):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.txt").write_text("mine")
+    assert main(["convert", str(tiny_hf), str(out)]) == 2
+    assert "exists" in capsys.readouterr().err
+    assert main(["convert", str(tiny_hf), str(out), "--overwrite"]) == 2
+    assert "not written by mlx-kda" in capsys.readouterr().err
+    assert (out / "thesis.txt").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_overwrite_replaces_an_older_conversion(tiny_hf, tmp_path, capsys):
+    out = str(tmp_path / "out")
+    assert main(["convert", str(tiny_hf), out]) == 0
+    assert main(["convert", str(tiny_hf), out]) == 2
+    assert main(["convert", str(tiny_hf), out, "--overwrite", "--dtype", "float16"]) == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "float16"
+
+
+def test_quantisation_flags_without_bits(tiny_hf, tmp_path, capsys):
+    for flags in (["--q-group-size", "32"], ["--q-mode", "mxfp4"]):
+        assert main(["convert", str(tiny_hf), str(tmp_path / "out"), *flags]) == 2
+        assert "--q-bits" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_info_of_both_forms(tiny_hf, tiny_mlx, capsys):
+    reports = []
+    for folder in (tiny_hf, tiny_mlx):
+        assert main(["info", str(folder), "--json"]) == 0
+        reports.append(json.loads(capsys.readouterr().out))
+    hf, mlx = reports
+    assert (hf["format"], mlx["format"]) == ("huggingface", "mlx")
+    for report in reports:
+        assert report["layer_types"] == {"kda": 3, "mla": 1}
+        assert report["context"] == CONFIG["model_max_length"] and report["problem"] is None
+        # 3 layers x (2 heads x 32 x 32 state in float32 + 3 windows of 3 x 64 in float32)
+        assert report["state_bytes"] == 3 * (2 * 32 * 32 * 4 + 3 * 3 * 64 * 4)
+        assert report["latent_bytes_per_token"] == (32 + 32) * 4
+        assert report["cache_bytes"]["8K"] == report["state_bytes"] + 8192 * 256
+        assert set(report["ops"]) == {"prefill", "decode"} and all(report["ops"].values())
+    assert hf["parameters"] == mlx["parameters"] and hf["bits_per_weight"] == 32
+
+
+def test_info_state_and_latents_are_what_the_cache_holds(tiny_mlx, tiny_model, capsys):
+    """The bytes that info predicts are those of a cache in use."""
+    from mlx_kda.context import Context
+
+    assert main(["info", str(tiny_mlx), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    context = Context(tiny_model[0])
+    context.prefill([1] * 20)
+    fixed = sum(a.nbytes for c in context.cache[:3] for a in c.cache)
+    latents = context.cache[3]
+    # a KVCache holds room for more tokens than it has: bytes of one of its rows
+    row = (latents.keys.nbytes + latents.values.nbytes) // latents.keys.shape[2]
+    assert report["state_bytes"] == fixed
+    assert report["latent_bytes_per_token"] == row
+
+
+def test_info_in_words(tiny_hf, tmp_path, capsys):
+    out = tmp_path / "q"
+    assert main(["convert", str(tiny_hf), str(out), "--q-bits", "4", "--q-group-size", "32"]) == 0
+    capsys.readouterr()
+    assert main(["info", str(out)]) == 0
+    text = capsys.readouterr().out
+    for words in ("kimi_linear, an MLX folder", "4: 3 KDA, 1 MLA", "512 tokens", "bits 4", "at 1M"):
+        assert words in text
+
+
+def test_info_describes_what_cannot_run(copy, capsys):
+    edit(copy / "config.json", mla_use_nope=False)
+    assert main(["info", str(copy)]) == 0
+    assert "mla_use_nope" in capsys.readouterr().out
+
+
+def test_info_counts_a_real_size(tmp_path, capsys):
+    """Kimi Linear 48B's own shapes: 42 MB of state, 8,064 bytes of latents a token."""
+    from mlx_kda import footprint
+    from mlx_kda.models.config import KimiLinearConfig
+
+    full = [4, 8, 12, 16, 20, 24, 27]
+    config = KimiLinearConfig.from_dict(
+        {
+            **CONFIG,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 32,
+            "qk_rope_head_dim": 64,
+            "kv_lora_rank": 512,
+            "linear_attn_config": {
+                "kda_layers": [i for i in range(1, 28) if i not in full],
+                "full_attn_layers": full,
+                "num_heads": 32,
+                "head_dim": 128,
+                "short_conv_kernel_size": 4,
+            },
+        }
+    )
+    assert footprint.latent_bytes(config, mx.bfloat16) == 8064
+    state = 20 * 32 * 128 * 128 * 4
+    assert footprint.state_bytes(config, mx.bfloat16) == state + 20 * 3 * 3 * 4096 * 2
+
+
+def test_write_checkpoint_is_a_checkpoint(tmp_path):
+    """The helper of these tests differs by seed, so that nothing passes by weights of zero."""
+    a, b = (write_checkpoint(tmp_path / str(s), seed=s) for s in (1, 2))
+    name = "model-00001-of-00002.safetensors"
+    assert (a / name).read_bytes() != (b / name).read_bytes()

@@ -1,0 +1,174 @@
+"""``mlx-kda generate``: sources of the prompt, output for people and programs, mistakes."""
+
+import io
+import json
+
+import pytest
+from helpers.program import run
+
+from mlx_kda.cli.main import main
+from mlx_kda.context import Context
+from mlx_kda.conversation import chat_ids
+
+STATISTICS = {
+    "prompt_tokens": int,
+    "reused_tokens": int,
+    "prefilled_tokens": int,
+    "prompt_seconds": float,
+    "prompt_tps": float,
+    "generation_tokens": int,
+    "generation_seconds": float,
+    "generation_tps": float,
+    "peak_memory": int,
+    "peak_memory_source": str,
+    "finish_reason": str,
+}
+
+
+@pytest.fixture
+def generate(tiny_mlx, capsys):
+    """Runs the command in this process; (status, stdout, stderr)."""
+
+    def call(*argv):
+        status = main(["generate", str(tiny_mlx), *argv])
+        return (status, *capsys.readouterr())
+
+    return call
+
+
+def greedy(tiny_model, ids, count):
+    """What the model says after ``ids``, by the model's own logits, read anew for every token."""
+    model, _ = tiny_model
+    said = []
+    for _ in range(count):
+        context = Context(model)
+        context.prefill([*ids, *said])
+        said.append(context.logits.argmax().item())
+    return said
+
+
+def test_json_has_text_tokens_and_statistics(generate, tiny_model):
+    status, out, err = generate("--prompt", "hi", "--max-tokens", "7", "--ignore-eos", "--json")
+    assert status == 0 and err == ""
+    result = json.loads(out)
+    ids = chat_ids(tiny_model[1], [{"role": "user", "content": "hi"}])
+    assert result["prompt_tokens"] == ids
+    assert result["tokens"] == greedy(tiny_model, ids, 7)
+    statistics = result["statistics"]
+    assert {name: type(value) for name, value in statistics.items()} == STATISTICS
+    assert statistics["prompt_tokens"] == len(ids) and statistics["generation_tokens"] == 7
+    assert statistics["finish_reason"] == "length"
+
+
+def test_streamed_text_is_the_json_text(generate):
+    flags = ["--prompt", "hi", "--max-tokens", "20", "--ignore-eos"]
+    _, streamed, _ = generate(*flags)
+    _, out, _ = generate(*flags, "--json")
+    assert streamed == json.loads(out)["text"] + "\n"
+
+
+def test_stats_go_to_standard_error(generate):
+    status, out, err = generate("--prompt", "hi", "--max-tokens", "3", "--stats")
+    assert status == 0 and "tokens/s" not in out
+    for words in ("prompt: ", "generation: ", "peak memory: "):
+        assert words in err
+
+
+def test_raw_goes_on_from_the_text(generate, tiny_model):
+    _, out, _ = generate("--prompt", "the rain", "--raw", "--max-tokens", "3", "--json")
+    result = json.loads(out)
+    assert result["prompt_tokens"] == list(tiny_model[1].encode("the rain"))
+
+
+def test_system_message(generate, tiny_model):
+    _, out, _ = generate("--prompt", "hi", "--system", "be brief", "--max-tokens", "0", "--json")
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    assert json.loads(out)["prompt_tokens"] == chat_ids(tiny_model[1], messages)
+
+
+def test_max_tokens_zero(generate):
+    status, out, _ = generate("--prompt", "hi", "--max-tokens", "0", "--json")
+    result = json.loads(out)
+    assert status == 0 and result["tokens"] == [] and result["text"] == ""
+    assert result["statistics"]["prefilled_tokens"] == result["statistics"]["prompt_tokens"] > 0
+
+
+def test_prompt_from_a_file_and_from_input(generate, tmp_path, monkeypatch):
+    file = tmp_path / "prompt.txt"
+    file.write_text("h\u00e9llo\n", encoding="utf-8")
+    flags = ["--max-tokens", "0", "--json"]
+    wanted = json.loads(generate("--prompt", "h\u00e9llo", *flags)[1])["prompt_tokens"]
+    assert json.loads(generate("--prompt-file", str(file), *flags)[1])["prompt_tokens"] == wanted
+    for source in (["--prompt", "-"], ["--prompt-file", "-"], []):
+        monkeypatch.setattr("sys.stdin", io.StringIO("h\u00e9llo\n"))
+        assert json.loads(generate(*source, *flags)[1])["prompt_tokens"] == wanted
+
+
+def test_sampling_flags(generate):
+    flags = ["--prompt", "hi", "--max-tokens", "12", "--ignore-eos", "--json", "--temp", "1"]
+    more = ["--top-p", "0.95", "--top-k", "100", "--min-p", "0.01", "--repetition-penalty", "1.1"]
+
+    def tokens(*extra):
+        return json.loads(generate(*flags, *extra)[1])["tokens"]
+
+    assert tokens("--seed", "5", *more) == tokens("--seed", "5", *more)
+    assert tokens("--seed", "5") != tokens("--seed", "6")
+    # the largest k leaves every token in, as no k does
+    assert tokens("--seed", "5", "--top-k", "100000") == tokens("--seed", "5")
+    assert tokens("--seed", "5", "--top-k", "1") == tokens("--temp", "0")
+
+
+def test_prefill_step_changes_nothing(generate):
+    flags = ["--prompt", "the rain in the plain", "--max-tokens", "8", "--json"]
+    outs = [generate(*flags, "--prefill-step", n)[1] for n in ("1", "7", "99")]
+    runs = [json.loads(out)["tokens"] for out in outs]
+    assert runs[0] == runs[1] == runs[2]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt-file", "nowhere.txt"], "cannot read nowhere.txt"),
+        (["--prompt-file", "."], "cannot read ."),
+        (["--raw", "--system", "x", "--prompt", "y"], "--raw"),
+        (["--prompt", "z" * 600], "longer than the model's context of 512"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(generate, argv, words):
+    status, out, err = generate(*argv)
+    assert status == 2 and out == ""
+    assert err.startswith("mlx-kda: ") and err.count("\n") == 1 and words in err
+
+
+def test_a_prompt_file_that_is_no_text(generate, tmp_path):
+    file = tmp_path / "binary"
+    file.write_bytes(b"\xff\xfe\x00")
+    status, _, err = generate("--prompt-file", str(file))
+    assert status == 2 and "UTF-8" in err
+
+
+def test_an_empty_pipe_is_an_empty_prompt(tiny_mlx):
+    result = run("generate", str(tiny_mlx))
+    assert result.returncode == 2 and "the prompt is empty" in result.stderr
+
+
+def test_the_program_reads_a_pipe(tiny_mlx):
+    result = run("generate", str(tiny_mlx), "--max-tokens", "4", "--json", stdin="hi\n")
+    assert result.returncode == 0 and len(json.loads(result.stdout)["tokens"]) <= 4
+
+
+def test_weights_with_nan_are_named(tiny_hf, tmp_path, capsys):
+    """NaN logits end in one line, not in text made of token 0."""
+    import mlx.core as mx
+    from helpers.tiny_checkpoint import weights, write_checkpoint, write_weights
+
+    folder = write_checkpoint(tmp_path / "nan")
+    tensors = weights()
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] * mx.nan
+    write_weights(folder, tensors)
+    assert main(["convert", str(folder), str(tmp_path / "out")]) in (0, 2)
+    capsys.readouterr()
+    assert main(["generate", str(folder), "--prompt", "hi"]) == 2
+    err = capsys.readouterr().err
+    assert "not finite" in err and err.count("\n") == 1

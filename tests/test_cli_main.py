@@ -1,0 +1,150 @@
+"""The program: help, exit statuses, and one line for every failure."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from helpers.program import PROGRAM, run
+
+from mlx_kda.cli import main as program
+from mlx_kda.cli.main import COMMANDS
+from mlx_kda.errors import UserError
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_an_example(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        program.main([command, "--help"])
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    assert "example:\n  mlx-kda" in out and f"mlx-kda {command} " in out.split("example:")[1] + " "
+
+
+def test_help_lists_every_command_and_imports_nothing_heavy():
+    code = (
+        "import sys\nfrom mlx_kda.cli.main import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "heavy = {'mlx', 'mlx_lm', 'transformers', 'rich', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    for command in COMMANDS:
+        assert f"\n    {command} " in result.stdout
+
+
+def test_help_is_quick():
+    """Under 0.3 s; the best of five, because the machine may be busy."""
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        subprocess.run([*PROGRAM, "--help"], check=True, capture_output=True)
+        best = min(best, time.perf_counter() - start)
+    assert best < 0.3
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["frobnicate"],
+        ["convert", "only-a-source"],
+        ["convert", "a", "b", "--q-bits", "7"],
+        ["convert", "a", "b", "--dtype", "int8"],
+        ["convert", "a", "b", "--q-bit", "4"],  # no abbreviations
+        ["generate", "m", "--temp", "-1", "--prompt", "x"],
+        ["generate", "m", "--temp", "nan", "--prompt", "x"],
+        ["generate", "m", "--top-p", "1.5", "--prompt", "x"],
+        ["generate", "m", "--max-tokens", "-3", "--prompt", "x"],
+        ["generate", "m", "--max-tokens", "many", "--prompt", "x"],
+        ["generate", "m", "--prompt", "x", "--prompt-file", "y"],
+        ["chat"],
+        ["info"],
+    ],
+)
+def test_bad_flags_are_one_line_and_status_2(argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        program.main(argv)
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and out == ""
+    assert err.startswith("mlx-kda") and err.count("\n") == 1 and "--help" in err
+
+
+def failing(monkeypatch, error):
+    """Make ``mlx-kda info x`` raise ``error``."""
+
+    def run(args):
+        raise error
+
+    monkeypatch.setattr("mlx_kda.cli.info.run", run)
+
+
+def test_a_users_mistake_is_one_line_and_status_2(monkeypatch, capsys):
+    failing(monkeypatch, UserError("shard 3 is truncated:\n  download it again"))
+    assert program.main(["info", "x"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err == "mlx-kda: shard 3 is truncated: download it again\n"
+
+
+def test_the_unexpected_is_one_line_with_a_hint(monkeypatch, capsys):
+    failing(monkeypatch, TypeError("odd\nthing"))
+    assert program.main(["info", "x"]) == 1
+    err = capsys.readouterr().err
+    assert err == "mlx-kda: TypeError: odd thing (mlx-kda --debug ... shows where)\n"
+
+
+def test_debug_shows_the_traceback(monkeypatch, capsys):
+    failing(monkeypatch, TypeError("odd"))
+    assert program.main(["--debug", "info", "x"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("Traceback") and err.endswith("mlx-kda: TypeError: odd\n")
+
+
+def test_an_interrupt_is_one_line_and_status_130(monkeypatch, capsys):
+    failing(monkeypatch, KeyboardInterrupt())
+    assert program.main(["info", "x"]) == 130
+    assert capsys.readouterr().err == "mlx-kda: interrupted\n"
+
+
+def test_interrupted_program(tiny_mlx):
+    """SIGINT to the real program in the middle of an answer: what it said, one line, 130."""
+    argv = ["generate", str(tiny_mlx), "--prompt", "x", "--raw", "--ignore-eos"]
+    process = subprocess.Popen(
+        [*PROGRAM, *argv, "--max-tokens", "400"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.read(1)  # it has begun to answer
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.decode() == "mlx-kda: interrupted\n"
+
+
+def test_a_closed_pipe_is_quiet(tiny_mlx):
+    argv = ["generate", str(tiny_mlx), "--prompt", "x", "--raw", "--ignore-eos"]
+    process = subprocess.Popen(
+        [*PROGRAM, *argv, "--max-tokens", "400"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.read(1)
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(timeout=60) == 141 and err == b""
+
+
+def test_a_failure_of_the_program_has_no_traceback(tmp_path):
+    result = run("info", str(tmp_path / "nowhere"))
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr.startswith("mlx-kda: ") and result.stderr.count("\n") == 1
+
+
+def test_text_that_the_terminal_cannot_show(tiny_mlx):
+    """An ASCII terminal gets a replacement, not a UnicodeEncodeError."""
+    result = subprocess.run(
+        [*PROGRAM, "generate", str(tiny_mlx), "--prompt", "\u6f22", "--max-tokens", "30"],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.isascii()
