@@ -1,0 +1,110 @@
+"""What is installed: the wheel's contents, the public names, and an import that costs nothing."""
+
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import mlx_kda
+
+ROOT = Path(__file__).parent.parent
+NAMES = ("kda", "kda_ref", "kda_chunk_ref", "softplus_gate", "bounded_gate", "explain", "load")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel of this tree; built from a copy, where no older build folder can join in."""
+    folder = tmp_path_factory.mktemp("wheel")
+    tree = folder / "tree"
+    tree.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    for name in ("mlx_kda", "convert", "metal"):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignore)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "-w", str(folder), str(tree)], check=True)
+    return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def contents(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def sources(folder, *patterns):
+    files = {file for pattern in patterns for file in (ROOT / folder).rglob(pattern)}
+    return {file.relative_to(ROOT).as_posix() for file in files if "__pycache__" not in file.parts}
+
+
+def test_the_wheel_holds_every_source_file(contents):
+    package = sources("mlx_kda", "*.py", "*.h", "*.cpp", "*.metal")
+    convert = {f"mlx_kda/{name}" for name in sources("convert", "*.py")}
+    metal = {f"mlx_kda/{name}" for name in sources("metal", "*.metal", "*.h")}
+    assert len(convert) > 3 and metal, "the folders behind the links were found"
+    assert (package | convert | metal) <= contents
+
+
+def test_the_wheel_claims_one_top_level_name(contents):
+    """No module called convert or metal lands in anybody's site-packages."""
+    assert {name.split("/")[0].split("-")[0] for name in contents} == {"mlx_kda"}
+    assert not any(name.endswith(".pyc") for name in contents)
+
+
+def test_the_wheel_asks_for_what_it_needs(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        metadata = archive.read(name).decode()
+    assert 'Requires-Dist: mlx<0.33,>=0.32.4; sys_platform == "darwin"' in metadata
+    assert 'Requires-Dist: mlx[cpu]<0.33,>=0.32.4; sys_platform == "linux"' in metadata
+    needed = [line for line in metadata.splitlines() if line.startswith("Requires-Dist")]
+    core = [line for line in needed if "extra ==" not in line]
+    assert not any("torch" in line or "transformers" in line for line in core)
+
+
+def test_the_program_is_installed():
+    (entry,) = importlib.metadata.entry_points(group="console_scripts", name="mlx-kda")
+    assert entry.value == "mlx_kda.cli.main:main" and callable(entry.load())
+
+
+def test_the_version_is_that_of_the_distribution():
+    assert importlib.metadata.version("mlx-kda") == mlx_kda.__version__
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_public_names(name):
+    assert callable(getattr(mlx_kda, name)) and name in dir(mlx_kda)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="frobnicate"):
+        mlx_kda.frobnicate  # noqa: B018
+
+
+def test_importing_costs_nothing():
+    """``import mlx_kda`` loads no other library, prints nothing and is quick."""
+    code = (
+        "import sys, time\nbefore = set(sys.modules)\nstart = time.perf_counter()\n"
+        "import mlx_kda\nseconds = time.perf_counter() - start\n"
+        "roots = {m.split('.')[0] for m in set(sys.modules) - before}\n"
+        "assert not roots & {'mlx', 'mlx_lm', 'numpy', 'transformers', 'rich'}, roots\n"
+        "assert seconds < 0.1, seconds"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_the_readme_and_ci_run_the_same_commands():
+    """.ci/run reads its commands out of the README, under headings that are there."""
+    readme, script = (ROOT / "README.md").read_text(), (ROOT / ".ci" / "run").read_text()
+    for heading in re.findall(r'readme_command "([^"]+)"', script):
+        section = readme.split(f"# {heading}\n", 1)
+        assert len(section) == 2, f"README.md has no heading {heading}"
+        block = section[1].split("\n#", 1)[0].split("```bash\n", 1)[1].split("```", 1)[0]
+        assert block.count("\n") == 1, "one command, one line"
