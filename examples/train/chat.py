@@ -1,8 +1,9 @@
-"""The chat format and the tokenizer of the tiny checkpoint, as Kimi's hub files have them."""
+"""The chat formats and tokenizers: Kimi's for the hybrid model, sentencepiece for the pure one."""
 
 import base64
 from pathlib import Path
 
+import sentencepiece
 import tiktoken
 
 # Kimi's pre-tokenizer: a run of Han characters; words by case, Han excluded; up to three
@@ -23,6 +24,7 @@ SPLIT_PATTERN = "|".join(
     ]
 )
 SLOTS = 256  # special tokens after the ranks
+PIECES = 2048  # vocabulary of the sentencepiece model
 _NAMED = {
     0: "[BOS]",
     1: "[EOS]",
@@ -73,6 +75,37 @@ class Tokenizer:
             *self.encode(role),
             self.special["<|im_middle|>"],
         ]
+
+    def prompt(self, messages: list[tuple[str, str]]) -> list[int]:
+        """The tokens of (role, text) messages and the opening of the assistant's answer."""
+        ids: list[int] = []
+        for role, text in messages:
+            ids += [*self.header(role), *self.encode(text), self.end]
+        return ids + self.header("assistant")
+
+
+class SentencePieceTokenizer:
+    """The same interface over a sentencepiece model whose symbols include the chat's marks."""
+
+    MARKS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+
+    def __init__(self, path: Path):
+        self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        self.size = self._model.vocab_size()
+        self.bos, self.eos = self._model.bos_id(), self._model.eos_id()
+        self.end = self._model.piece_to_id("<|end|>")
+
+    def encode(self, text: str) -> list[int]:
+        """Encode text. A mark written in the text becomes the mark: training text has none."""
+        return self._model.encode(text)
+
+    def decode(self, ids: list[int]) -> str:
+        """Decode ids, marks included."""
+        return self._model.decode(ids)
+
+    def header(self, role: str) -> list[int]:
+        """The mark that opens a message of `role`."""
+        return [self._model.piece_to_id(f"<|{role}|>")]
 
     def prompt(self, messages: list[tuple[str, str]]) -> list[int]:
         """The tokens of (role, text) messages and the opening of the assistant's answer."""

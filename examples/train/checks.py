@@ -68,13 +68,17 @@ def turn_cases(corpus: Corpus, kind: str, count: int, tokens: int) -> list[Case]
     return cases
 
 
-def accuracy(judge: Callable[[list[int], int], np.ndarray], cases: list[Case]) -> float:
+Judge = Callable[[list[Case]], list[np.ndarray]]
+
+
+def accuracy(judge: Judge, cases: list[Case]) -> float:
     """The share of cases answered exactly.
 
-    judge(ids, start) returns the arg max tokens that the model gives for positions
+    judge(cases) returns for each case the arg max tokens that the model gives for positions
     start ... len(ids) - 1, each after seeing the ids before it.
     """
-    right = sum(np.array_equal(judge(c.ids, c.start), c.ids[c.start :]) for c in cases)
+    answers = judge(cases)
+    right = sum(np.array_equal(a, c.ids[c.start :]) for a, c in zip(answers, cases, strict=True))
     return right / len(cases)
 
 

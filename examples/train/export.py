@@ -1,10 +1,12 @@
-"""Write a trained piece as a Hugging Face hub folder of Kimi Linear.
+"""Write a trained piece as a Hugging Face hub folder.
 
     python export.py --weights OUT --data ../../.train --to ../tiny-kimi-linear
+    python export.py --weights OUT --data ../../.train --to ../tiny-fla-kda --family kda
 
-Two safetensors shards (bfloat16; A_log, dt_bias and the router's correction bias float32),
-their index, config.json in the hub's dialect, the tokenizer, the chat template and
-generation_config.json. The model card is written by hand; measure.py fills in its numbers.
+Kimi Linear: two safetensors shards (bfloat16; A_log, dt_bias and the router's correction bias
+float32), their index, config.json in the hub's dialect, the tokenizer, the chat template and
+generation_config.json. Pure KDA: one shard in FLA's names, config.json of model_type kda and
+the sentencepiece tokenizer. The model cards are written by hand; measure.py fills in numbers.
 """
 
 import argparse
@@ -13,8 +15,8 @@ import shutil
 from pathlib import Path
 
 import torch
-from chat import Tokenizer
-from model import Config
+from chat import SentencePieceTokenizer, Tokenizer
+from model import Config, pure_kda
 from safetensors.torch import load_file, save_file
 
 KEPT_FLOAT32 = ("A_log", "dt_bias", "e_score_correction_bias")
@@ -127,6 +129,94 @@ def tokenizer_config(tokenizer: Tokenizer) -> dict:
     }
 
 
+FLA_NAMES = (
+    ("embed_tokens", "embeddings"),
+    ("self_attn", "attn"),
+    ("input_layernorm", "attn_norm"),
+    ("post_attention_layernorm", "mlp_norm"),
+    ("f_a_proj", "f_proj.0"),
+    ("f_b_proj", "f_proj.1"),
+    ("g_a_proj", "g_proj.0"),
+    ("g_b_proj", "g_proj.1"),
+)
+PURE_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|assistant|>' -}}
+{%- endif -%}
+"""
+
+
+def fla_tensors(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """FLA's names and shapes; A_log [H] and dt_bias stay float32."""
+    tensors = {}
+    for name, tensor in weights.items():
+        for ours, theirs in FLA_NAMES:
+            name = name.replace(f".{ours}.", f".{theirs}.")
+        keep = name.endswith(KEPT_FLOAT32)
+        tensor = tensor.flatten() if name.endswith("A_log") else tensor
+        tensors[name] = tensor.float() if keep else tensor.bfloat16()
+    return tensors
+
+
+def fla_config(c: Config, tokenizer: SentencePieceTokenizer) -> dict:
+    """config.json as FLA's KDAConfig writes it."""
+    return {
+        "architectures": ["KDAForCausalLM"],
+        "model_type": "kda",
+        "allow_neg_eigval": False,
+        "attn": None,
+        "attn_mode": "chunk",
+        "bos_token_id": tokenizer.bos,
+        "conv_size": c.conv,
+        "dtype": "bfloat16",
+        "eos_token_id": tokenizer.eos,
+        "expand_v": 1.0,
+        "fuse_cross_entropy": True,
+        "fuse_norm": True,
+        "fuse_swiglu": True,
+        "head_dim": c.head_dim,
+        "hidden_act": "swish",
+        "hidden_ratio": 4,
+        "hidden_size": c.hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": c.dense_hidden,
+        "lower_bound": None,
+        "max_position_embeddings": CONTEXT,
+        "norm_eps": c.eps,
+        "num_heads": c.heads,
+        "num_hidden_layers": c.layers,
+        "num_v_heads": None,
+        "pad_token_id": None,
+        "safe_gate": False,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "use_l2warp": False,
+        "use_short_conv": True,
+        "vocab_size": c.vocab,
+    }
+
+
+def pure_tokenizer_config() -> dict:
+    """tokenizer_config.json of the sentencepiece model."""
+    return {
+        "add_bos_token": False,
+        "add_eos_token": False,
+        "add_prefix_space": False,
+        "additional_special_tokens": list(SentencePieceTokenizer.MARKS),
+        "bos_token": "<s>",
+        "eos_token": "<|end|>",
+        "unk_token": "<unk>",
+        "clean_up_tokenization_spaces": False,
+        "legacy": False,
+        "model_max_length": CONTEXT,
+        "tokenizer_class": "LlamaTokenizer",
+        "chat_template": PURE_TEMPLATE,
+    }
+
+
 def write_json(path: Path, value: dict) -> None:
     """Two-space indented JSON with a final newline."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -156,23 +246,46 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, required=True, help="folder that train.py left")
     parser.add_argument("--data", type=Path, required=True, help="folder made by prepare.py")
     parser.add_argument("--to", type=Path, required=True, help="folder to write")
+    parser.add_argument("--family", choices=("kimi", "kda"), default="kimi")
     args = parser.parse_args()
     state = json.loads((args.weights / "state.json").read_text())
     weights: dict[str, torch.Tensor] = {}
     for number in range(state["shards"]):
         weights |= load_file(args.weights / f"model-{number}.safetensors")
-    tokenizer = Tokenizer(args.data / "tiktoken.model")
     args.to.mkdir(parents=True, exist_ok=True)
-    write_shards(args.to, hub_tensors(order(weights)))
-    write_json(args.to / "config.json", hub_config(Config(vocab=tokenizer.size), tokenizer))
-    write_json(args.to / "tokenizer_config.json", tokenizer_config(tokenizer))
-    stop = [tokenizer.eos, tokenizer.end]
-    generation = {"bos_token_id": tokenizer.bos, "eos_token_id": stop, "max_length": CONTEXT}
-    write_json(args.to / "generation_config.json", {**generation, "pad_token_id": tokenizer.pad})
-    (args.to / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    shutil.copyfile(args.data / "tiktoken.model", args.to / "tiktoken.model")
+    write = {"kimi": write_kimi, "kda": write_kda}[args.family]
+    write(args.to, args.data, order(weights))
     size = sum(f.stat().st_size for f in args.to.iterdir())
     print(f"wrote {args.to}: {size / 1e6:.1f} MB, step {state['step']}")
+
+
+def write_kimi(to: Path, data: Path, weights: dict[str, torch.Tensor]) -> None:
+    """The hub folder of Kimi Linear."""
+    tokenizer = Tokenizer(data / "tiktoken.model")
+    write_shards(to, hub_tensors(weights))
+    write_json(to / "config.json", hub_config(Config(tokenizer.size), tokenizer))
+    write_json(to / "tokenizer_config.json", tokenizer_config(tokenizer))
+    generation = {
+        "bos_token_id": tokenizer.bos,
+        "eos_token_id": [tokenizer.eos, tokenizer.end],
+        "max_length": CONTEXT,
+        "pad_token_id": tokenizer.pad,
+    }
+    write_json(to / "generation_config.json", generation)
+    (to / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    shutil.copyfile(data / "tiktoken.model", to / "tiktoken.model")
+
+
+def write_kda(to: Path, data: Path, weights: dict[str, torch.Tensor]) -> None:
+    """A folder as FLA's KDAForCausalLM.save_pretrained leaves it."""
+    tokenizer = SentencePieceTokenizer(data / "tokenizer.model")
+    save_file(fla_tensors(weights), to / "model.safetensors", metadata={"format": "pt"})
+    (to / "model.safetensors").chmod(0o644)
+    write_json(to / "config.json", fla_config(pure_kda(tokenizer.size), tokenizer))
+    write_json(to / "tokenizer_config.json", pure_tokenizer_config())
+    stop = [tokenizer.eos, tokenizer.end]
+    write_json(to / "generation_config.json", {"bos_token_id": 1, "eos_token_id": stop})
+    shutil.copyfile(data / "tokenizer.model", to / "tokenizer.model")
 
 
 def order(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

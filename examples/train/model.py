@@ -7,7 +7,7 @@ cheaper than sorting tokens.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,21 @@ class Config:
     routed_scale: float = 2.446
     eps: float = 1e-5
     gate_bias: bool = False  # FLA's pure KDA models have a bias on the output gate
-    extra: dict = field(default_factory=dict)
+
+
+def pure_kda(vocab: int) -> Config:
+    """The sizes of the second checkpoint: KDA in every layer, dense MLPs (FLA's `kda`)."""
+    return Config(
+        vocab,
+        hidden=192,
+        layers=6,
+        heads=3,
+        full_attention=(),
+        dense_hidden=448,
+        dense_layers=6,
+        eps=1e-6,
+        gate_bias=True,
+    )
 
 
 class Norm(nn.Module):

