@@ -112,11 +112,9 @@ class Conversation:
         said: list[int] = []
         try:
             for piece in pieces:
+                answer["content"] += piece.text
                 if piece.statistics.finish_reason != "stop":
                     said.append(piece.token)
-                    answer["content"] += piece.text
-                else:
-                    answer["content"] += piece.text
                 yield piece
         finally:
             pieces.close()

@@ -33,7 +33,7 @@ HELP = """\
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="folder written by mlx-kda convert")
+    parser.add_argument("model", metavar="MODEL", help="folder or hub id of a checkpoint")
     parser.add_argument("--system", metavar="TEXT", help="a system message")
     common.add_sampling(parser)
 

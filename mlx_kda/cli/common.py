@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mlx_kda.generate import Statistics
 
+_ENDS = {"stop": "an end token", "length": "the limit of tokens", "interrupted": "Ctrl-C"}
 # What a model writes must not drive the terminal: control characters but tab and newline.
 _CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
@@ -78,7 +79,7 @@ def describe(statistics: "Statistics") -> list[str]:
     return [
         f"prompt: {s.prefilled_tokens:,} tokens, {s.prompt_tps:.1f} tokens/s{reused}",
         f"generation: {s.generation_tokens:,} tokens, {s.generation_tps:.1f} tokens/s"
-        + (f", ended by {s.finish_reason}" if s.finish_reason else ""),
+        + (f", ended by {_ENDS[s.finish_reason]}" if s.finish_reason else ""),
         f"peak memory: {size(s.peak_memory)} ({by})",
     ]
 

@@ -19,7 +19,7 @@ EXAMPLE = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="folder written by mlx-kda convert")
+    parser.add_argument("model", metavar="MODEL", help="folder or hub id of a checkpoint")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", "-p", metavar="TEXT", help="the prompt; - reads standard input")
     source.add_argument("--prompt-file", metavar="FILE", help="a file in UTF-8; - as above")
