@@ -1,0 +1,1 @@
+"""Benchmarks: ours beside every peer that can run here, in one run, interleaved."""

@@ -1,0 +1,68 @@
+"""`bench convert`: seconds and peak memory of a conversion, ours against mlx_lm.convert."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+
+
+def run(source: Path, *, q_bits: int | None = None, samples: int = 3) -> Iterator[dict[str, Any]]:
+    """One row a candidate. Each conversion is a process of its own, and they take turns.
+
+    Peak memory is the process's highest resident set, as the operating system counts it. A
+    candidate that refuses the source gets a row with its last line under "failed".
+    """
+    bits = [] if q_bits is None else ["--q-bits", str(q_bits)]
+    commands = {
+        "ours": ["mlx_kda.cli.main", "convert", str(source), "OUT", *bits],
+        "mlx-lm": [
+            "mlx_lm", "convert", "--hf-path", str(source), "--mlx-path", "OUT",
+            *(["-q", *bits] if bits else []),
+        ],
+    }  # fmt: skip
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
+    failed: dict[str, str] = {}
+    for _ in range(samples):
+        for name, command in commands.items():
+            if name in failed:
+                continue
+            try:
+                taken[name].append(_measure(command))
+            except UserError as e:
+                failed[name] = str(e)
+    for name in commands:
+        seconds = sorted(s for s, _ in taken[name])
+        row: dict[str, Any] = {"candidate": name, "q_bits": q_bits, "samples": len(seconds)}
+        if seconds:
+            row["seconds"] = seconds[len(seconds) // 2]
+            row["slowest"] = seconds[-1]
+            row["peak_mb"] = max(peak for _, peak in taken[name]) / 1e6
+        row["failed"] = failed.get(name)
+        yield row
+
+
+def _measure(command: list[str]) -> tuple[float, float]:
+    """(seconds, peak resident bytes) of ``python -m command``, OUT standing for a new folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out"
+        arguments = [sys.executable, "-m", *(str(out) if a == "OUT" else a for a in command)]
+        with tempfile.TemporaryFile("w+") as log:
+            start = time.perf_counter()
+            process = subprocess.Popen(arguments, stdout=log, stderr=log)
+            _, status, usage = os.wait4(process.pid, 0)
+            seconds = time.perf_counter() - start
+            process.returncode = os.waitstatus_to_exitcode(status)
+            if process.returncode:
+                log.seek(0)
+                lines = log.read().strip().splitlines() or ["no output"]
+                raise UserError(f"exit status {process.returncode}: {lines[-1]}")
+        shutil.rmtree(out, ignore_errors=True)
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux
+    return seconds, usage.ru_maxrss * unit

@@ -1,0 +1,83 @@
+"""What a number was measured on: without it, it is not a number."""
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+_PACKAGES = ("mlx-kda", "mlx", "mlx-lm", "numpy")
+
+
+def describe(command: str) -> dict[str, Any]:
+    """Chip, cores, memory, system, device, package versions, commit, date and the command."""
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": command,
+        "chip": _chip(),
+        "device": _device(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+        "system": _system(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "commit": _commit(),
+    }
+
+
+def _device() -> str:
+    if mx.default_device() == mx.cpu:
+        return "CPU"
+    return "Metal GPU" if mx.metal.is_available() else "CUDA GPU"
+
+
+def _chip() -> str:
+    if mx.default_device() != mx.cpu:
+        name = mx.device_info().get("device_name")
+        if name:
+            return str(name)
+    if sys.platform == "darwin":
+        return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _system() -> str:
+    if sys.platform == "darwin":
+        return f"macOS {platform.mac_ver()[0]}"
+    return f"{platform.system()} {platform.release()}"
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _commit() -> str:
+    """The commit of the source checkout, marked when the tree has changes; "" when installed."""
+    here = str(Path(__file__).resolve().parent)
+    commit = _output("git", "-C", here, "rev-parse", "--short", "HEAD")
+    if commit and _output("git", "-C", here, "status", "--porcelain", "--untracked-files=no"):
+        commit += " with changes"
+    return commit
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,87 @@
+"""Results on disk: CSV and JSON with the machine beside them, and Markdown tables from either."""
+
+import csv
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+
+Row = dict[str, Any]
+
+
+def save(folder: Path, name: str, machine: Row, rows: Sequence[Row]) -> tuple[Path, Path]:
+    """Write NAME.json (machine and rows) and NAME.csv (rows), each under a temporary name first."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = folder / f"{name}.json", folder / f"{name}.csv"
+        document = {"benchmark": name, "machine": machine, "rows": list(rows)}
+        _replace(paths[0], json.dumps(document, indent=1) + "\n")
+        _replace(paths[1], _csv(rows))
+    except OSError as e:
+        raise UserError(f"cannot write results to {folder}: {e.strerror}") from e
+    return paths
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A document that `save` wrote."""
+    try:
+        document = json.loads(path.read_text())
+    except OSError as e:
+        raise UserError(f"cannot read {path}: {e.strerror}") from e
+    except ValueError as e:
+        raise UserError(f"{path} is not a benchmark's JSON: {e}") from e
+    if not isinstance(document, dict) or not {"benchmark", "machine", "rows"} <= document.keys():
+        raise UserError(f"{path} is not a benchmark's JSON: benchmark, machine or rows is missing")
+    return document
+
+
+def markdown(rows: Sequence[Row], columns: dict[str, str]) -> str:
+    """A table of some columns: key -> heading; numbers to three digits."""
+    lines = [
+        "| " + " | ".join(columns.values()) + " |",
+        "|" + "---|" * len(columns),
+    ]
+    lines += ["| " + " | ".join(show(row.get(key)) for key in columns) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def show(value: Any) -> str:
+    """A number as a person reads it: three digits, thousands apart."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        if value and (abs(value) < 1e-3 or abs(value) >= 1e7):
+            return f"{value:.1e}"
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return str(value)
+
+
+def _csv(rows: Iterable[Row]) -> str:
+    import io
+
+    rows = list(rows)
+    text = io.StringIO()
+    names = list(dict.fromkeys(key for row in rows for key in row))
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _replace(path: Path, text: str) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
