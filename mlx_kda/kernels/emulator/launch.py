@@ -37,6 +37,7 @@ class Launch(ctypes.Structure):
         ("pc", ctypes.c_uint64),
         ("thread", ctypes.c_uint32 * 3),
         ("shared_bytes", ctypes.c_uint32),
+        ("restart", ctypes.c_uint32),
         ("counters", ctypes.c_uint64 * 64),
         ("message", ctypes.c_char * 512),
     ]
@@ -142,7 +143,7 @@ class Program:
     def run(self, arrays, output_shapes, output_dtypes, grid, threadgroup, init_value=None):
         """Runs the kernel over numpy arrays and returns the outputs as numpy arrays."""
         outputs = [
-            np.empty(shape, dtype=storage(dtype))
+            aligned(np.empty(shape, dtype=storage(dtype)))
             for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
         ]
         if init_value is not None:
@@ -156,7 +157,7 @@ class Program:
             if parameter.source == "output":
                 array, role = outputs[parameter.index], 1 if init_value is None else 2
             else:
-                array, role = describe(arrays[parameter.index], parameter.source), 0
+                array, role = aligned(describe(arrays[parameter.index], parameter.source)), 0
             keep.append(array)
             buffers.append(Buffer(array.ctypes.data, extent(array), array.itemsize, role))
         job = Launch()
@@ -185,6 +186,17 @@ class Program:
         message = re.sub(r"buffer #(\d+)", lambda m: names[int(m.group(1))], message)
         thread = None if KINDS[job.fault - 1] == "unwritten-output" else tuple(job.thread)
         return self.fault(KINDS[job.fault - 1], message, line=line, thread=thread)
+
+
+def aligned(array, bytes=64):
+    """``array`` itself, or a copy where a vector load could not read it: GPU memory is aligned."""
+    if array.ctypes.data % bytes == 0 or not array.flags.c_contiguous:
+        return array
+    room = np.empty(array.nbytes + bytes, dtype=np.uint8)
+    start = -room.ctypes.data % bytes
+    copy = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
 
 
 def storage(dtype):
