@@ -1,0 +1,18 @@
+// What kda_chunk_prepare writes and kda_chunk_scan reads: a workspace of 8 x 8 tiles, 64 numbers
+// each, one after another, so that every tile is one contiguous read.
+//
+//   kq     a slab of 32 channels is 16 tiles: for each 8 channels K~ of tokens 0-7, K~ of 8-15,
+//          Q~ of 0-7, Q~ of 8-15, each as [channel][token]
+//   kh     a slab is 8 tiles: for each 8 channels K^ of tokens 0-7 and of 8-15, [channel][token]
+//   tri    6 float tiles [row][column]: T00, T10, T11 of (I + diag(beta) N)^-1 diag(beta), then
+//          M00, M10, M11
+//   decay  Dk floats, the decay of the whole chunk
+
+enum KdaChunk {
+  KDA_CHUNK = 16,       // tokens
+  KDA_TILE = 64,        // numbers a tile
+  KDA_SLAB = 32,        // channels staged at a time
+  KDA_KQ_SLAB = 1024,   // numbers a slab of kq
+  KDA_KH_SLAB = 512,    // numbers a slab of kh
+  KDA_TRI = 384         // numbers of tri a chunk
+};

@@ -1,0 +1,109 @@
+"""Wrapper of metal/kda_chunk_prepare.metal and metal/kda_chunk_scan.metal: chunks of 16 tokens."""
+
+import mlx.core as mx
+
+from .arguments import GateLaw, floats, integers, lengths_or_full, read
+from .arguments import supported as _dims_supported
+from .sources import kernel
+
+CHUNK = 16
+THREADS = 128
+MODES = ("exact", "half")
+
+
+def supported(
+    Dk: int, Dv: int, dtype: mx.Dtype, mode: str = "exact", chunk: int = CHUNK
+) -> tuple[bool, str]:
+    """(True, why) where `kda_chunk` can run, (False, why not) elsewhere."""
+    if chunk != CHUNK:
+        return False, f"the kernels work in chunks of {CHUNK} tokens, not {chunk}"
+    if mode not in MODES:
+        return False, f"mode must be one of {', '.join(MODES)}, got {mode!r}"
+    if mode == "half" and dtype == mx.float32:
+        return False, "half mode would lose most digits of float32 activations; use exact"
+    return _dims_supported(Dk, Dv, dtype)
+
+
+def kda_chunk(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    g: mx.array | None,
+    beta: mx.array,
+    *,
+    scale: float | None = None,
+    state: mx.array | None = None,
+    lengths: mx.array | None = None,
+    erase: bool = True,
+    law: GateLaw | None = None,
+    beta_law: str = "given",
+    mode: str = "exact",
+    segment: int = 512,
+    runner: str = "auto",
+) -> tuple[mx.array, mx.array]:
+    """What `kda_chunk_ref` computes, in two kernel launches for every ``segment`` tokens.
+
+    Segments keep the workspace small (0.9 MB a head and 512 tokens at Dk = 128 in exact mode) and
+    every launch short.
+
+    Args:
+        q, k, v, g, beta, scale, state, lengths, erase: as `mlx_kda.kda_ref` takes them.
+        law: given, ``g`` is the raw gate a [B, T, Hv, Dk] in any float dtype.
+        beta_law: "given", "sigmoid" (``beta`` is the raw b) or "twice" (2 sigmoid(b)).
+        mode: "exact", float operands, as accurate as the recurrence in float32; or "half", float16
+            operands with float32 state and sums, for 16-bit activations.
+        segment: tokens of one pair of launches, a multiple of 16.
+        runner: "metal", "emulator", "emulator-fast", "cuda" or "auto".
+
+    Returns:
+        (o, state): [B, T, Hv, Dv] in v's dtype, [B, Hv, Dv, Dk] float32.
+
+    Raises:
+        ValueError: a shape, dtype, head dimension, mode or segment that does not fit, named.
+    """
+    p, decay = read(q, k, v, g, beta, scale, state, lengths, erase, law, beta_law)
+    ok, reason = supported(p.Dk, p.Dv, p.dtype, mode)
+    if not ok:
+        raise ValueError(f"kda_chunk: {reason}")
+    if segment < CHUNK or segment % CHUNK:
+        raise ValueError(f"segment must be a multiple of {CHUNK} tokens, got {segment}")
+    S = p.initial_state(state)
+    operand = mx.float32 if mode == "exact" else mx.float16
+    prepare, scan = kernel("kda_chunk_prepare", runner), kernel("kda_chunk_scan", runner)
+    ends = lengths_or_full(lengths, p.B, p.T)
+    heads = p.B * p.Hv
+    outputs = []
+    for start in range(0, p.T, segment):
+        count = min(segment, p.T - start)
+        chunks = -(-count // CHUNK)
+        sizes = (2 * CHUNK * p.Dk, CHUNK * p.Dk, 384, p.Dk)
+        workspace = prepare(
+            inputs=[
+                *(q, k, *decay.arrays, ends),
+                integers((p.T, p.H, p.Hv, start, chunks)),
+                floats((p.scale, decay.bound)),
+            ],
+            template=[
+                ("OpT", operand),
+                ("Dk", p.Dk),
+                ("GATE", decay.gate),
+                ("BETA", decay.beta),
+                ("ERASE", erase),
+            ],
+            grid=(THREADS * chunks, heads, 1),
+            threadgroup=(THREADS, 1, 1),
+            output_shapes=[(heads, chunks, size) for size in sizes],
+            output_dtypes=[operand, operand, mx.float32, mx.float32],
+        )
+        o, S = scan(
+            inputs=[*workspace, v, S, ends, integers((p.T, p.Hv, start, count, chunks))],
+            template=[("OpT", operand), ("InT", p.dtype), ("Dk", p.Dk), ("Dv", p.Dv)],
+            grid=(THREADS * p.Dv // 32, heads, 1),
+            threadgroup=(THREADS, 1, 1),
+            output_shapes=[(p.B, count, p.Hv, p.Dv), S.shape],
+            output_dtypes=[p.dtype, mx.float32],
+        )
+        outputs.append(o)
+    if not outputs:
+        return mx.zeros((p.B, 0, p.Hv, p.Dv), dtype=p.dtype), S
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1), S

@@ -1,0 +1,85 @@
+"""Wrapper of metal/kda_recurrent.metal: the recurrence token by token."""
+
+import mlx.core as mx
+
+from .arguments import GateLaw, floats, integers, lengths_or_full, read
+from .arguments import supported as _dims_supported
+from .sources import kernel
+
+THREADS = 128
+ROWS = 32
+
+
+def supported(Dk: int, Dv: int, dtype: mx.Dtype) -> tuple[bool, str]:
+    """(True, why) where `kda_recurrent` can run, (False, why not) elsewhere."""
+    return _dims_supported(Dk, Dv, dtype)
+
+
+def kda_recurrent(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    g: mx.array | None,
+    beta: mx.array,
+    *,
+    scale: float | None = None,
+    state: mx.array | None = None,
+    lengths: mx.array | None = None,
+    erase: bool = True,
+    law: GateLaw | None = None,
+    beta_law: str = "given",
+    segment: int = 512,
+    runner: str = "auto",
+) -> tuple[mx.array, mx.array]:
+    """What `kda_ref` computes, in one kernel launch for every ``segment`` tokens.
+
+    Args:
+        q, k, v, g, beta, scale, state, lengths, erase: as `mlx_kda.kda_ref` takes them.
+        law: given, ``g`` is the raw gate a [B, T, Hv, Dk] in any float dtype.
+        beta_law: "given", "sigmoid" (``beta`` is the raw b) or "twice" (2 sigmoid(b)).
+        segment: the most tokens of one launch.
+        runner: "metal", "emulator", "emulator-fast", "cuda" or "auto".
+
+    Returns:
+        (o, state): [B, T, Hv, Dv] in v's dtype, [B, Hv, Dv, Dk] float32.
+
+    Raises:
+        ValueError: a shape, dtype or head dimension that does not fit, named.
+    """
+    p, decay = read(q, k, v, g, beta, scale, state, lengths, erase, law, beta_law)
+    ok, reason = supported(p.Dk, p.Dv, p.dtype)
+    if not ok:
+        raise ValueError(f"kda_recurrent: {reason}")
+    S = p.initial_state(state)
+    run = kernel("kda_recurrent", runner)
+    ends = lengths_or_full(lengths, p.B, p.T)
+    outputs = []
+    for start in range(0, p.T, segment):
+        count = min(segment, p.T - start)
+        o, S = run(
+            inputs=[
+                *(q, k, v, *decay.arrays, S, ends),
+                integers((p.T, p.H, p.Hv, start, count)),
+                floats((p.scale, decay.bound)),
+            ],
+            template=template(p.dtype, p.Dk, p.Dv, decay, erase),
+            grid=(THREADS * p.Dv // ROWS, p.B * p.Hv, 1),
+            threadgroup=(THREADS, 1, 1),
+            output_shapes=[(p.B, count, p.Hv, p.Dv), S.shape],
+            output_dtypes=[p.dtype, mx.float32],
+        )
+        outputs.append(o)
+    if not outputs:
+        return mx.zeros((p.B, 0, p.Hv, p.Dv), dtype=p.dtype), S
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1), S
+
+
+def template(dtype: mx.Dtype, Dk: int, Dv: int, decay, erase: bool) -> list:
+    return [
+        ("InT", dtype),
+        ("Dk", Dk),
+        ("Dv", Dv),
+        ("GATE", decay.gate),
+        ("BETA", decay.beta),
+        ("ERASE", erase),
+    ]
