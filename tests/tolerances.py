@@ -13,3 +13,5 @@ LAYER_FLOAT32 = 1e-5  # one layer against float64
 LAYER_HALF = {"float16": 3e-3, "bfloat16": 2e-2}  # one layer, every step rounded to the dtype
 GOLDEN = 1e-5  # logits against transformers in float64
 STOCK = 1e-5  # logits against stock mlx-lm, float32 on both sides
+MODEL_SPLIT = 2e-6  # logits of the same tokens split, padded or batched otherwise, float32
+MODEL_LONG = 1e-5  # logits and states after thousands of equal tokens, chunks against steps
