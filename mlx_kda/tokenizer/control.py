@@ -59,11 +59,18 @@ class ControlTokens:
             token for token in content["added_tokens"] if token["content"] not in self.ids
         ]
         vocab = content["model"]["vocab"]
-        if isinstance(vocab, list):  # unigram would match a control piece spelled out
+        # a control piece inside the model's vocabulary could match its spelling: rename it there
+        unk = content["model"].get("unk_token")
+        if isinstance(vocab, list):
             content["model"]["vocab"] = [
                 [f"{MARKS[0]}{i}" if piece in self.ids else piece, score]
                 for i, (piece, score) in enumerate(vocab)
             ]
+        else:
+            content["model"]["vocab"] = {
+                f"{MARKS[0]}{i}" if piece in self.ids and piece != unk else piece: i
+                for piece, i in vocab.items()
+            }
         return Tokenizer.from_str(json.dumps(content))
 
     @cached_property

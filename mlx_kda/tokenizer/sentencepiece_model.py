@@ -1,9 +1,19 @@
 """A sentencepiece `tokenizer.model` (llama-style) as a tokenizer of the `tokenizers` library."""
 
+import re
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from ..errors import CheckpointError
 from .merges import derive_merges
@@ -11,7 +21,7 @@ from .merges import derive_merges
 FILE = "tokenizer.model"
 SPACE = "\u2581"
 # kinds of pieces in the file
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 UNIGRAM, BPE = 1, 2
 
 
@@ -40,6 +50,8 @@ def build(path: Path, config: dict[str, Any]) -> Tokenizer:
     proto = read_model(path)
     trainer, rules = proto.trainer_spec, proto.normalizer_spec
     pieces = proto.pieces
+    # pieces that the trainer was told of: words, which sentencepiece never splits
+    words = [piece.piece for piece in pieces if piece.type == USER_DEFINED]
     if trainer.model_type == BPE:
         # joined first is the better score, and among equals the earlier piece
         order = sorted(range(len(pieces)), key=lambda i: (-pieces[i].score, i))
@@ -50,6 +62,7 @@ def build(path: Path, config: dict[str, Any]) -> Tokenizer:
             unk_token=trainer.unk_piece,
             fuse_unk=True,
             byte_fallback=trainer.byte_fallback,
+            ignore_merges=bool(words),
         )
     elif trainer.model_type == UNIGRAM:
         model = models.Unigram(
@@ -61,12 +74,15 @@ def build(path: Path, config: dict[str, Any]) -> Tokenizer:
         raise CheckpointError(f"{path}: only BPE and unigram sentencepiece models are supported")
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.Sequence(_normalizers(rules))
+    if words:
+        either = "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(either), behavior="isolated")
     tokenizer.decoder = decoders.Sequence(_decoders(rules))
     tokenizer.add_tokens(
         [
-            AddedToken(piece.piece, special=piece.type != USER_DEFINED, normalized=False)
+            AddedToken(piece.piece, special=True, normalized=False)
             for piece in pieces
-            if piece.type in (UNKNOWN, CONTROL, USER_DEFINED)
+            if piece.type in (UNKNOWN, CONTROL)
         ]
     )
     tokenizer.post_processor = _frame(proto, config)
