@@ -69,9 +69,9 @@ class Builder:
         return self.tensor(f"{path}.weight", shape, *(f"{alias}.weight" for alias in aliases))
 
     def packed(self, path: str, shape: tuple[int, ...]) -> None:
-        """A weight that MLX quantised: packed words, scales, and in affine mode biases."""
+        """A weight that MLX quantised: packed words, scales, and what the mode adds."""
         self.mapping.packed[path] = quantization_of(self, path, shape)
-        for part in ("weight", "scales", "biases"):
+        for part in ("weight", "scales", "biases", "global_scale"):
             name = f"{path}.{part}"
             if self.has(name):
                 self.add(copy_step(name, name, self.left[name]))

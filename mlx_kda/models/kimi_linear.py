@@ -62,9 +62,18 @@ class KimiLinearModel(nn.Module):
         self._first_kda = linear.index(True) if True in linear else None
         self._first_mla = linear.index(False) if False in linear else None
 
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Of the activations: the embedding's, or the norm's where no scale of it is a float."""
+        for name in ("scales", "weight"):
+            array = self.embed_tokens.get(name)
+            if array is not None and mx.issubdtype(array.dtype, mx.floating):
+                return array.dtype
+        return self.norm.weight.dtype
+
     def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
         """inputs [B, T] token ids -> hidden states [B, T, hidden]."""
-        h = self.embed_tokens(inputs)
+        h = self.embed_tokens(inputs).astype(self.dtype)
         T = inputs.shape[1]
         if cache is None:
             cache = [None] * len(self.layers)
@@ -111,7 +120,7 @@ class Model(nn.Module):
             raise ValueError(f"inputs must be [B, T] token ids, got shape {inputs.shape}")
         B, T = inputs.shape
         if T == 0:
-            return mx.zeros((B, 0, self.args.vocab_size), dtype=self.model.norm.weight.dtype)
+            return mx.zeros((B, 0, self.args.vocab_size), dtype=self.model.dtype)
         h = self.model(inputs, cache)
         if last_only:
             h = h[:, -1:]

@@ -100,20 +100,31 @@ def _packing(
             f"says ({named})"
         )
     if f"{path}.global_scale" in weights:
+        if mx.default_device() == mx.cpu:
+            raise CheckpointError(f"{path} has a global scale, which MLX computes on a GPU only")
         found["global_scale"] = True
     return found
 
 
 def _at_working_dtype(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Widen what is computed in float32 anyway, once instead of at every step; values unchanged."""
-    return {
-        name: w.astype(mx.float32) if name.endswith("mlp.gate.weight") and _is_float(w) else w
-        for name, w in weights.items()
-    }
+    """The router's weights in float32, where they are used, once instead of at every step.
 
+    And the embedding in the dtype that most weights have: the activations follow it.
+    """
+    sizes: dict[mx.Dtype, int] = {}
+    for w in weights.values():
+        if mx.issubdtype(w.dtype, mx.floating):
+            sizes[w.dtype] = sizes.get(w.dtype, 0) + w.size
+    wanted = {"model.embed_tokens.weight": max(sizes, key=sizes.__getitem__, default=mx.float32)}
 
-def _is_float(w: mx.array) -> bool:
-    return mx.issubdtype(w.dtype, mx.floating)
+    def cast(name: str, w: mx.array) -> mx.array:
+        if not mx.issubdtype(w.dtype, mx.floating):
+            return w
+        return w.astype(
+            mx.float32 if name.endswith("mlp.gate.weight") else wanted.get(name, w.dtype)
+        )
+
+    return {name: cast(name, w) for name, w in weights.items()}
 
 
 def _assign(model: nn.Module, weights: dict[str, mx.array]) -> None:
