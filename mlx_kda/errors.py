@@ -9,4 +9,4 @@ class UserError(Exception):
 
 
 class CheckpointError(UserError):
-    """A checkpoint that cannot be used: missing, damaged, unknown, or with tensors unaccounted for."""
+    """A checkpoint that cannot be used: missing, damaged, unknown, or not fully accounted for."""
