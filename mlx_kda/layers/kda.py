@@ -93,10 +93,11 @@ class KimiDeltaAttention(nn.Module):
 
     def project(self, x: mx.array) -> Projections:
         heads = (*x.shape[:2], self.num_heads, self.head_dim)
+        # The casts do nothing unless a weight is wider than x: windows keep the dtype of x.
         return Projections(
-            self.q_proj(x),
-            self.k_proj(x),
-            self.v_proj(x),
+            self.q_proj(x).astype(x.dtype),
+            self.k_proj(x).astype(x.dtype),
+            self.v_proj(x).astype(x.dtype),
             self.f_b_proj(self.f_a_proj(x)).reshape(heads),
             self.b_proj(x),
             self.g_b_proj(self.g_a_proj(x)).reshape(heads),

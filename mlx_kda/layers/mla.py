@@ -56,7 +56,7 @@ class MLA(nn.Module):
         B, T, _ = x.shape
         q = self.q_proj(x).reshape(B, T, self.num_heads, -1).transpose(0, 2, 1, 3)
         q_nope, q_rope = q[..., : self.nope], q[..., self.nope :] * self.scale
-        kv = self.kv_a_proj_with_mqa(x)
+        kv = self.kv_a_proj_with_mqa(x).astype(x.dtype)
         latents = self.kv_a_layernorm(kv[..., : self.kv_lora_rank])[:, None]
         shared = kv[..., self.kv_lora_rank :][:, None]
         if cache is not None:
