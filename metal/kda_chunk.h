@@ -16,3 +16,13 @@ enum KdaChunk {
   KDA_KH_SLAB = 512,    // numbers a slab of kh
   KDA_TRI = 384         // numbers of tri a chunk
 };
+
+// Sixteen partial sums, pairwise.
+KDA_FUNC float kda_sum16(threadgroup const float* x) {
+  float sum[8];
+  KDA_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    sum[i] = x[i] + x[i + 8];
+  }
+  return ((sum[0] + sum[4]) + (sum[2] + sum[6])) + ((sum[1] + sum[5]) + (sum[3] + sum[7]));
+}

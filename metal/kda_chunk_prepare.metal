@@ -22,7 +22,7 @@
 //   across     SIMD-group s = every fourth tile of 8 channels, N and M as matrix products
 // Threadgroup bytes: 24,896.
 // Order of reductions: a lane over its channels; then 16 lanes (diagonal) or 4 SIMD-groups (across)
-// in order.
+// pairwise: errors of N and M are what limits the outputs when keys repeat.
 // Why: pairs inside a block cost 2.5 operations each per channel this way and no cross-lane sum;
 // the matrix unit does the pairs across blocks, where decay factors into a row and a column part.
 
@@ -244,17 +244,14 @@ threadgroup_barrier(mem_flags::mem_threadgroup);
   float n = 0.0f;
   float m = 0.0f;
   if (i >= j) {
-    for (int s = 0; s < 16; ++s) {
-      n += stage[tid * PART + s];
-      m += stage[(tid + 2 * KDA_TILE) * PART + s];
-    }
+    n = kda_sum16(stage + tid * PART);
+    m = kda_sum16(stage + (tid + 2 * KDA_TILE) * PART);
   }
   below[tid] = ERASE && i > j ? beta_s[block * 8 + i] * n : 0.0f;
   tri_at[(3 + 2 * block) * KDA_TILE + entry] = m;
-  float sum = 0.0f;
-  for (int s = 0; s < 4; ++s) {
-    sum += across[(s * 2 + block) * KDA_TILE + entry];
-  }
+  const int at = block * KDA_TILE + entry;
+  const float sum = (across[at] + across[2 * KDA_TILE + at]) +
+      (across[4 * KDA_TILE + at] + across[6 * KDA_TILE + at]);
   if (block == 0) {
     corner[entry] = ERASE ? beta_s[8 + i] * sum : 0.0f;
   } else {

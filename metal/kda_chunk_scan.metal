@@ -12,7 +12,7 @@
 // slab is read from memory into registers, the current one used, then the next one written; one
 // barrier a slab.
 // Threadgroup bytes: 8,192 + 256 with float operands, 4,096 + 256 with half.
-// Order of reductions: channels in order of tiles of 8, inside the matrix unit.
+// Order of reductions: channels in tiles of 8 inside the matrix unit, even and odd tiles apart.
 // Why: 102 matrix products per 16 tokens and 8 columns (64 for R and O, 3 for U, 3 for M U, 32 for
 // S) and not one cross-lane sum. Four SIMD-groups share a slab, so memory is read Dv/32 times; Dv/32
 // threadgroups a head still fill a large GPU. The operands may be half, S and all sums stay float.
@@ -69,10 +69,12 @@ for (int n = 0; n < chunks; ++n) {
     }
   }
 
-  simdgroup_float8x8 R[2];
-  simdgroup_float8x8 O[2];
+  // Token blocks 0 and 1 over the even tiles of channels, then over the odd ones: shorter sums lose
+  // fewer digits, and the matrix unit has eight independent chains.
+  simdgroup_float8x8 R[4];
+  simdgroup_float8x8 O[4];
   KDA_UNROLL
-  for (int i = 0; i < 2; ++i) {
+  for (int i = 0; i < 4; ++i) {
     R[i] = make_filled_simdgroup_matrix<float, 8>(0.0f);
     O[i] = make_filled_simdgroup_matrix<float, 8>(0.0f);
   }
@@ -89,12 +91,14 @@ for (int n = 0; n < chunks; ++n) {
       KDA_UNROLL
       for (int m = 0; m < 2; ++m) {
         simdgroup_load(A, slab + (4 * i + m) * KDA_TILE, 8, ulong2(0, 0), true);
-        simdgroup_multiply_accumulate(R[m], A, S[4 * s + i], R[m]);
+        const int to = i % 2 * 2 + m;
+        simdgroup_multiply_accumulate(R[to], A, S[4 * s + i], R[to]);
       }
       KDA_UNROLL
       for (int m = 0; m < 2; ++m) {
         simdgroup_load(A, slab + (4 * i + 2 + m) * KDA_TILE, 8, ulong2(0, 0), true);
-        simdgroup_multiply_accumulate(O[m], A, S[4 * s + i], O[m]);
+        const int to = i % 2 * 2 + m;
+        simdgroup_multiply_accumulate(O[to], A, S[4 * s + i], O[to]);
       }
     }
     slabs[(s + 1) % 2 * SLAB4 + tid] = next0;
@@ -113,7 +117,9 @@ for (int n = 0; n < chunks; ++n) {
   {
     KDA_UNROLL
     for (int i = 0; i < 4; ++i) {
-      R[i / 2].thread_elements()[i % 2] = v_c[i] - R[i / 2].thread_elements()[i % 2];
+      R[i / 2].thread_elements()[i % 2] = v_c[i] -
+          (R[i / 2].thread_elements()[i % 2] + R[i / 2 + 2].thread_elements()[i % 2]);
+      O[i / 2].thread_elements()[i % 2] += O[i / 2 + 2].thread_elements()[i % 2];
     }
     simdgroup_float8x8 A;
     simdgroup_load(A, tri_at, 8);
