@@ -157,8 +157,10 @@ def generate(
     outputs_from = len(parameters) - len(output_names)
     for index, parameter in enumerate(parameters):
         out.append(f"  {parameter.declaration} [[buffer({index})]]")
-        # Without attributes MLX closes the list after every output, not only the last.
-        closes = index >= outputs_from and not attributes
+        # Without attributes MLX counts names, not parameters, to find the last output; a shape,
+        # strides or rank among the inputs then makes it close the list early.
+        last = len(input_names) + len(output_names) - 1
+        closes = index >= max(outputs_from, last) and not attributes
         out.append(") {\n" if closes else ",\n")
     for index, attribute in enumerate(attributes):
         out.append(f"  {ATTRIBUTES[attribute]} {attribute} [[{attribute}]]")

@@ -92,11 +92,11 @@ class _Shared:
 
     def _type(self, i):
         """The end (exclusive) of the type that starts at token i, or None."""
-        words = 0
+        words, last = 0, i
         while i < len(self.toks):
             token = self.toks[i]
             if token.text == "::":
-                words = 0
+                words, last = 0, i
             elif token.kind == "name" and token.text in ("const", "volatile", "typename", "struct"):
                 pass
             elif token.kind == "name":

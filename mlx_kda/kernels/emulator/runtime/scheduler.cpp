@@ -28,6 +28,10 @@ static void** kernel_buffers;
   va_start(args, format);
   vsnprintf(job->message, sizeof job->message, format, args);
   va_end(args);
+  stop_launch();
+}
+
+[[noreturn]] void stop_launch() {
   void* abandoned;
   emu_switch(&abandoned, scheduler_sp);
   abort();
@@ -163,6 +167,7 @@ static bool step(uint32_t simdgroups, uint32_t threads) {
     return false;
   }
   check_barrier(waiting->flags);
+  if (emu_job->fault) return false;
   for (uint32_t i = 0; i < threads; ++i) fibers[i].state = READY;
   return true;
 }
@@ -226,10 +231,10 @@ static void run_group(const uint32_t at[3], const uint32_t groups_per_grid[3]) {
   if (!emu_job->fault) check_end_group();
 }
 
-extern "C" void emu_run(emu_launch* job) {
+static void run_once(emu_launch* job) {
   emu_job = job;
   emu_current = nullptr;
-  void* buffers[64];
+  static void* buffers[64];
   kernel_buffers = buffers;
   memset(emu_shared_table, 0, sizeof emu_shared_table);
   if (!stacks.reserve(kMaxThreads)) {
@@ -248,4 +253,11 @@ extern "C" void emu_run(emu_launch* job) {
       }
   emu_current = nullptr;
   check_end_launch(job);
+}
+
+extern "C" __attribute__((visibility("default"))) void emu_run(emu_launch* job) {
+  do {
+    job->restart = 0;
+    run_once(job);
+  } while (job->restart);
 }

@@ -24,6 +24,7 @@ struct emu_launch {
   uint64_t pc;           // of the access, 0 if only line is known
   uint32_t thread[3];    // thread_position_in_grid
   uint32_t shared_bytes;
+  uint32_t restart;      // set by a build that must run the launch again, more finely
   uint64_t counters[64];
   char message[512];
 };
@@ -68,4 +69,5 @@ void check_simd(SimdGroup* g, uint32_t op, uint32_t argument);
 void check_end_group();
 void check_settle();                       // judges a write that conflicted unless it changed nothing
 void* check_shared(uint32_t id, size_t bytes, size_t element);
+[[noreturn]] void stop_launch();           // back to the scheduler for good
 [[noreturn]] void raise_at(uint32_t kind, uint32_t line, uint64_t pc, const char* format, ...);
