@@ -1,11 +1,24 @@
 """Which experts a token goes to, and with what weight: float32 throughout."""
 
+from functools import partial
+
 import mlx.core as mx
+
+
+@partial(mx.compile, shapeless=True)
+def _sigmoid_scores(logits: mx.array, bias: mx.array) -> tuple[mx.array, mx.array]:
+    scores = mx.sigmoid(logits)
+    return scores, scores + bias
+
+
+@partial(mx.compile, shapeless=True)
+def _share(weights: mx.array, total: mx.array, scale: float) -> mx.array:
+    return weights / (total + 1e-20) * scale
 
 
 def route(
     logits: mx.array,
-    bias: mx.array | None,
+    bias: mx.array,
     *,
     top_k: int,
     groups: int = 1,
@@ -21,18 +34,18 @@ def route(
 
     Args:
         logits: float32 [..., experts].
-        bias: float32 [experts], or None; it moves the choice, never the weight.
+        bias: float32 [experts]; it moves the choice, never the weight.
 
     Returns:
         (experts chosen [..., top_k], weights float32 [..., top_k]), in no particular order.
     """
     if activation == "sigmoid":
-        scores = mx.sigmoid(logits)
+        scores, choice = _sigmoid_scores(logits, bias)
     elif activation == "softmax":
         scores = mx.softmax(logits, axis=-1, precise=True)
+        choice = scores + bias
     else:
         raise ValueError(f"router activation must be 'sigmoid' or 'softmax', got {activation!r}")
-    choice = scores if bias is None else scores + bias
     dropped = groups - kept_groups
     if dropped:
         choice = mx.unflatten(choice, -1, (groups, -1))
@@ -44,5 +57,5 @@ def route(
     chosen = mx.stop_gradient(chosen)
     weights = mx.take_along_axis(scores, chosen, axis=-1)
     if renormalize:
-        weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+        return chosen, _share(weights, weights.sum(axis=-1, keepdims=True), scale)
     return chosen, weights * scale

@@ -42,15 +42,22 @@ def _build(source: Any, runner: str) -> nn.Module:
     module = family(source.config)
     model = module.Model(module.ModelArgs.from_dict(source.config))
     model.runner = runner
-    arrays: dict[str, mx.array] = {}
-    for file in sorted({stored.file for stored in source.tensors.values()}):
-        arrays.update(mx.load(str(file)))
-    weights = model.sanitize(arrays)
+    # Read lazily and kept by nobody else, so that a layer's source tensors go once it is stacked.
+    weights = model.sanitize(_read(source))
     _quantise(model, weights, source.config)
     _assign(model, _at_working_dtype(weights))
-    model.eval()
+    del weights
+    for layer in model.layers:
+        mx.eval(layer.parameters())
     mx.eval(model.parameters())
-    return model
+    return model.eval()
+
+
+def _read(source: Any) -> dict[str, mx.array]:
+    arrays: dict[str, mx.array] = {}
+    for file in sorted({stored.file for stored in source.tensors.values()}):
+        arrays |= mx.load(str(file))
+    return arrays
 
 
 def _quantise(model: nn.Module, weights: dict[str, mx.array], config: dict[str, Any]) -> None:

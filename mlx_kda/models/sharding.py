@@ -15,7 +15,7 @@ def shard(model: nn.Module, group: mx.distributed.Group) -> None:
     """Keep this process's share of ``model``, in place.
 
     Raises:
-        UserError: a head count or a width that the number of processes does not divide.
+        UserError: heads, a width or its quantisation groups that the processes do not divide.
     """
     size = group.size()
     if size == 1:
@@ -29,6 +29,11 @@ def shard(model: nn.Module, group: mx.distributed.Group) -> None:
     ):
         if count % size:
             raise UserError(f"{count} {what} cannot be split over {size} processes")
+    for path, module in model.named_modules():
+        if path.endswith(("o_proj", "down_proj")) and "scales" in module:
+            groups = module.scales.shape[-1]
+            if groups % size:
+                raise UserError(f"{path}: {groups} quantisation groups cannot be split over {size}")
     for layer in model.layers:
         if layer.is_linear:
             _shard_kda(layer.self_attn, group)
