@@ -15,3 +15,16 @@ GOLDEN = 1e-5  # logits against transformers in float64
 STOCK = 1e-5  # logits against stock mlx-lm, float32 on both sides
 MODEL_SPLIT = 2e-6  # logits of the same tokens split, padded or batched otherwise, float32
 MODEL_LONG = 1e-5  # logits and states after thousands of equal tokens, chunks against steps
+
+# Kernels with 16-bit activations, over the error of rounding the true output to that dtype.
+ROUNDED_ONCE = 1.1  # float32 inside, one rounding at the end
+HALF_OVER_ROUNDING = 2.0  # float16 operands inside, uncorrelated keys
+HALF_CORRELATED = 3e-3  # the same on correlated keys: norm of the error over norm of the truth
+
+# Largest error of a quantised weight over the largest weight, by mode and bits. Affine: one step of
+# the range. e2m1 is coarsest between 4 and 6, and a power-of-two scale may clip; e4m3 has 3 bits.
+QUANTISED = {("affine", bits): 2 / (2**bits - 1) for bits in (2, 3, 4, 5, 6, 8)} | {
+    ("mxfp4", 4): 0.26,
+    ("nvfp4", 4): 0.2,
+    ("mxfp8", 8): 0.07,
+}

@@ -1,0 +1,72 @@
+"""Calls of the kernels with numpy in and out."""
+
+import mlx.core as mx
+import numpy as np
+
+from helpers import layer64, oracle
+from mlx_kda.kernels.arguments import GateLaw
+from mlx_kda.kernels.chunk import kda_chunk
+from mlx_kda.kernels.decode import Memory, kda_decode
+from mlx_kda.kernels.recurrent import kda_recurrent
+
+OPS = {"recurrent": kda_recurrent, "chunk": kda_chunk}
+
+
+def numpy(x: mx.array) -> np.ndarray:
+    return np.array(x.astype(mx.float32) if x.dtype == mx.bfloat16 else x)
+
+
+def rounded(dtype: str):
+    """numpy float32 in, numpy float32 that ``dtype`` can hold out."""
+    return lambda x: numpy(mx.array(np.asarray(x, np.float32)).astype(getattr(mx, dtype)))
+
+
+def as_dtype(x: oracle.Inputs, dtype: str) -> oracle.Inputs:
+    """The inputs with activations and beta rounded to ``dtype``; gate and state stay float32."""
+    r = rounded(dtype)
+    return oracle.Inputs(r(x.q), r(x.k), r(x.v), x.g, r(x.beta), x.state)
+
+
+def run(kernel: str, x: oracle.Inputs, dtype="float32", runner="emulator", **options):
+    """(o, state) of "recurrent" or "chunk" for inputs that ``dtype`` can hold."""
+    kind = getattr(mx, dtype)
+    q, k, v, beta = (mx.array(a).astype(kind) for a in (x.q, x.k, x.v, x.beta))
+    g = None if x.g is None else mx.array(x.g)
+    if x.state is not None:
+        options["state"] = mx.array(x.state)
+    if "lengths" in options:
+        options["lengths"] = mx.array(options["lengths"], dtype=mx.int32)
+    o, S = OPS[kernel](q, k, v, g, beta, runner=runner, **options)
+    assert o.dtype == kind and S.dtype == mx.float32
+    return numpy(o), numpy(S)
+
+
+def law(layer: layer64.Layer) -> GateLaw:
+    return GateLaw(f32(layer.A_log), f32(layer.dt_bias), layer.lower_bound)
+
+
+def f32(x) -> mx.array:
+    return mx.array(np.asarray(x, np.float32))
+
+
+def memory(layer: layer64.Layer, dtype="float32") -> Memory:
+    kind = getattr(mx, dtype)
+    return Memory(*(f32(w).astype(kind) for w in layer.windows), f32(layer.state))
+
+
+def step(layer: layer64.Layer, mem: Memory, start=0, stop=None, dtype="float32", **options):
+    """Tokens start..stop of a layer through `kda_decode` -> (y, memory) as MLX arrays."""
+    kind = getattr(mx, dtype)
+    cut = slice(start, stop)
+    arrays = (layer.q, layer.k, layer.v, layer.a, layer.b, layer.z)
+    options.setdefault("runner", "emulator")
+    return kda_decode(
+        *(f32(a[:, cut]).astype(kind) for a in arrays),
+        taps=tuple(f32(t).astype(kind) for t in layer.taps),
+        weight=f32(layer.weight),
+        eps=layer.eps,
+        memory=mem,
+        law=law(layer),
+        beta_law=layer.beta_law,
+        **options,
+    )
