@@ -25,7 +25,7 @@ MODES = {
 }
 GATE_PATH = re.compile(r"\.self_attn\.(b_proj|f_a_proj|f_b_proj|g_a_proj|g_b_proj)$")
 ROUTER = re.compile(r"\.mlp\.gate$")
-FLOAT32 = re.compile(r"\.(A_log|dt_bias|e_score_correction_bias)$")
+FLOAT32 = re.compile(r"\.(A_log|dt_bias|e_score_correction_bias|global_scale)$")
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def finish_step(step: Step, dtype: mx.Dtype, recipe: Recipe | None) -> Step:
     packings: dict[str, Packing] = {}
     targets: dict[str, mx.Dtype] = {}
     for name, spec in step.outputs.items():
-        if spec.dtype in FLOATS and not FLOAT32.search(name):
+        if is_cast(name, spec):
             spec = Spec(spec.shape, dtype)
         targets[name] = spec.dtype
         packing = recipe.choose(name, spec) if recipe else None
@@ -143,6 +143,11 @@ def finish_step(step: Step, dtype: mx.Dtype, recipe: Recipe | None) -> Step:
         return made
 
     return Step(step.sources, outputs, run)
+
+
+def is_cast(name: str, spec: Spec) -> bool:
+    """Whether a tensor follows the model's dtype; gate parameters and the bias do not."""
+    return spec.dtype in FLOATS and not FLOAT32.search(name)
 
 
 def cast(name: str, array: mx.array, dtype: mx.Dtype) -> mx.array:

@@ -23,6 +23,8 @@ class ConversionReport:
     quantization: dict[str, Any] | None = None
     # path with the layer's number starred -> why it was not quantised
     kept: dict[str, str] = field(default_factory=dict)
+    # path with the layer's number starred -> the dtypes from which and to which it was cast
+    cast: dict[str, str] = field(default_factory=dict)
     # source tensor -> why it was left out
     dropped: dict[str, str] = field(default_factory=dict)
     # family -> tensors, bytes in the output
@@ -60,10 +62,11 @@ class ConversionReport:
             for f, e in self.families.items()
         ]
         lines += [f"not quantised: {path} ({reason})" for path, reason in self.kept.items()]
+        lines += [f"cast: {path} ({change})" for path, change in self.cast.items()]
         lines += [f"dropped: {name} ({reason})" for name, reason in self.dropped.items()]
         return [*lines, f"tokenizer: {self.tokenizer or 'none in the source'}"]
 
 
-def starred(kept: dict[str, str]) -> dict[str, str]:
+def starred(paths: dict[str, str]) -> dict[str, str]:
     """The same paths with layer numbers starred, so that one line stands for all layers."""
-    return {re.sub(r"\.layers\.\d+\.", ".layers.*.", path): why for path, why in kept.items()}
+    return {re.sub(r"\.layers\.\d+\.", ".layers.*.", path): why for path, why in paths.items()}

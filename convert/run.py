@@ -12,7 +12,6 @@ from mlx_kda import __version__
 from mlx_kda.errors import UserError
 from mlx_kda.tokenizer import end_ids, read_tokenizer, write_tokenizer
 
-from .builder import FLOATS
 from .families import by_family, map_checkpoint
 from .output import (
     REPORT,
@@ -23,7 +22,7 @@ from .output import (
     partial_folder,
     write_json,
 )
-from .quantise import FLOAT32, Recipe, finish_step
+from .quantise import Recipe, finish_step, is_cast
 from .report import ConversionReport, starred
 from .source import INDEX, Source, open_source, read_json
 from .steps import Mapping, Step
@@ -111,6 +110,7 @@ def convert(
         bytes_out=total,
         quantization=quantization,
         kept=starred(recipe.kept) if recipe else {},
+        cast=starred(changed_dtypes(mapping, cast_to, all_of_it=dtype is not None)),
         dropped=mapping.dropped,
         families=by_family(outputs.items()),
         warnings=warnings,
@@ -139,9 +139,26 @@ def common_dtype(mapping: Mapping) -> mx.Dtype:
     """The dtype that holds most bytes among the tensors whose dtype may change."""
     bytes_of: Counter = Counter()
     for name, spec in mapping.outputs.items():
-        if spec.dtype in FLOATS and not FLOAT32.search(name):
+        if is_cast(name, spec):
             bytes_of[spec.dtype] += spec.nbytes
     return bytes_of.most_common(1)[0][0]
+
+
+def changed_dtypes(mapping: Mapping, dtype: mx.Dtype, all_of_it: bool) -> dict[str, str]:
+    """What a cast to `dtype` changes: every tensor if that was asked for, else the odd ones."""
+    if all_of_it:
+        kinds = {s.dtype for n, s in mapping.outputs.items() if is_cast(n, s)} - {dtype}
+        changes = sorted(_change(kind, dtype) for kind in kinds)
+        return {"all but gate parameters": ", ".join(changes)} if changes else {}
+    return {
+        name: _change(spec.dtype, dtype)
+        for name, spec in mapping.outputs.items()
+        if is_cast(name, spec) and spec.dtype != dtype
+    }
+
+
+def _change(before: mx.Dtype, after: mx.Dtype) -> str:
+    return f"{before} -> {after}".replace("mlx.core.", "")
 
 
 def packed_config(mapping: Mapping) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import tiktoken
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
@@ -161,3 +162,29 @@ def edit_json(path: Path, **changes: Any) -> None:
 def write_json(path: Path, content: Any) -> None:
     """Write a JSON file."""
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False))
+
+
+def read_all(folder: Path) -> dict[str, mx.array]:
+    """All tensors of a folder, read by MLX and not by the converter."""
+    tensors: dict[str, mx.array] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors |= mx.load(str(path))
+    return tensors
+
+
+def same_bits(a: mx.array, b: mx.array) -> bool:
+    """Whether two arrays have one dtype, one shape and the same bits."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    width = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}[a.dtype.size]
+    return mx.array_equal(mx.contiguous(a).view(width), mx.contiguous(b).view(width)).item()
+
+
+def stock_logits(folder: Path, tokens: mx.array, dtype: mx.Dtype | None = None) -> mx.array:
+    """Logits of stock mlx-lm for a folder, on request computed in another dtype."""
+    from mlx_lm.utils import load_model
+
+    model, _ = load_model(folder)
+    if dtype is not None:
+        model.set_dtype(dtype)
+    return model(tokens)
