@@ -56,16 +56,18 @@ template <class T> struct remove_pointer<T*> { using type = T; };
 template <class T> using remove_pointer_t = typename remove_pointer<T>::type;
 template <class T> struct decay { using type = remove_cv_t<remove_reference_t<T>>; };
 template <class T> using decay_t = typename decay<T>::type;
+template <class T> struct remove_addrspace { using type = T; };  // one address space here
+template <class T> using remove_addrspace_t = typename remove_addrspace<T>::type;
 template <class T> struct is_pointer : false_type {};
 template <class T> struct is_pointer<T*> : true_type {};
 template <class T> constexpr bool is_pointer_v = is_pointer<T>::value;
 template <class...> struct emu_void { using type = void; };
-template <class... T> using void_t = typename emu_void<T...>::type;
+template <class... T> using emu_void_t = typename emu_void<T...>::type;
 template <class T> remove_reference_t<T>&& declval();
 template <class T> void emu_accept(T);
 template <class A, class B, class = void> struct is_convertible : false_type {};
 template <class A, class B>
-struct is_convertible<A, B, void_t<decltype(emu_accept<B>(declval<A>()))>> : true_type {};
+struct is_convertible<A, B, emu_void_t<decltype(emu_accept<B>(declval<A>()))>> : true_type {};
 template <class A, class B> constexpr bool is_convertible_v = is_convertible<A, B>::value;
 template <class...> struct _disjunction : false_type {};
 template <class B, class... R>
@@ -87,7 +89,15 @@ template <class To, class From> METAL_FUNC constexpr To emu_bit_cast(const From&
   }
 }
 
-// bfloat widens to float by itself and is narrowed only by an explicit cast.
+template <class T> struct emu_is_int : false_type {};
+#define EMU_INT(T) template <> struct emu_is_int<T> : true_type {};
+EMU_INT(bool) EMU_INT(char) EMU_INT(signed char) EMU_INT(uchar) EMU_INT(short) EMU_INT(ushort)
+EMU_INT(int) EMU_INT(uint) EMU_INT(long) EMU_INT(ulong) EMU_INT(long long)
+EMU_INT(unsigned long long)
+#undef EMU_INT
+template <class T> constexpr bool emu_int_v = emu_is_int<remove_cv_t<T>>::value;
+
+// bfloat widens to float by itself; float and half are narrowed to it only by an explicit cast.
 constexpr uint16_t emu_bfloat_bits(float f) {
   uint32_t u = __builtin_bit_cast(uint32_t, f);
   if ((u & 0x7fffffffu) > 0x7f800000u) return uint16_t((u >> 16) | 0x40u);  // keep NaN a NaN
@@ -97,7 +107,9 @@ constexpr uint16_t emu_bfloat_bits(float f) {
 struct bfloat {
   uint16_t bits;
   bfloat() = default;
-  template <class T, enable_if_t<is_convertible_v<T, emu_float>, int> = 0>
+  template <class T, enable_if_t<emu_int_v<T>, int> = 0>
+  METAL_FUNC constexpr bfloat(T x) : bits(emu_bfloat_bits(float(x))) {}
+  template <class T, enable_if_t<!emu_int_v<T> && is_convertible_v<T, emu_float>, int> = 0>
   METAL_FUNC explicit constexpr bfloat(T x) : bits(emu_bfloat_bits(emu_narrow(emu_float(x)))) {}
   METAL_FUNC constexpr operator emu_float() const {
     return emu_widen(__builtin_bit_cast(float, uint32_t(bits) << 16));
@@ -118,13 +130,6 @@ struct bfloat {
 #undef EMU_BF_ASSIGN
 };
 
-template <class T> struct emu_is_int : false_type {};
-#define EMU_INT(T) template <> struct emu_is_int<T> : true_type {};
-EMU_INT(bool) EMU_INT(char) EMU_INT(signed char) EMU_INT(uchar) EMU_INT(short) EMU_INT(ushort)
-EMU_INT(int) EMU_INT(uint) EMU_INT(long) EMU_INT(ulong) EMU_INT(long long)
-EMU_INT(unsigned long long)
-#undef EMU_INT
-template <class T> constexpr bool emu_int_v = emu_is_int<remove_cv_t<T>>::value;
 template <class T> constexpr bool emu_float_v =
     is_same_v<remove_cv_t<T>, emu_float> || is_same_v<remove_cv_t<T>, half> ||
     is_same_v<remove_cv_t<T>, bfloat>;
@@ -204,6 +209,14 @@ EMU_LIMITS(half, half(65504.f), half(6.103515625e-5f), half(__builtin_inff()),
 EMU_LIMITS(bfloat, bfloat::from_bits(0x7f7f), bfloat::from_bits(0x0080), bfloat::from_bits(0x7f80),
            bfloat::from_bits(0x7fc0), bfloat::from_bits(0x3c00), bfloat::from_bits(0x0001))
 #undef EMU_LIMITS
+
+// A value that is the same in every thread, by the promise of who wrote it.
+template <class T> struct uniform {
+  T emu_value;
+  constexpr uniform(T x) : emu_value(x) {}
+  constexpr operator T() const { return emu_value; }
+};
+template <class T> constexpr uniform<T> make_uniform(T x) { return uniform<T>{x}; }
 
 template <class T, size_t N> struct array {
   T emu_elements[N];
