@@ -17,7 +17,7 @@ _PACKAGES = ("mlx-kda", "mlx", "mlx-lm", "numpy")
 def describe(command: str) -> dict[str, Any]:
     """Chip, cores, memory, system, device, package versions, commit, date and the command."""
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": command,
         "chip": _chip(),
         "device": _device(),
