@@ -20,7 +20,7 @@
 //   diagonal   SIMD-group s = columns s and 7-s of both blocks (equal work), lane = (block, 1/16 of
 //              the channels): w = k_j; w *= a_i; N_ij += k_i w; M_ij += q_i w
 //   across     SIMD-group s = every fourth tile of 8 channels, N and M as matrix products
-// Threadgroup bytes: 24,896.
+// Threadgroup bytes: 23,744.
 // Order of reductions: a lane over its channels; then 16 lanes (diagonal) or 4 SIMD-groups (across)
 // pairwise: errors of N and M are what limits the outputs when keys repeat.
 // Why: pairs inside a block cost 2.5 operations each per channel this way and no cross-lane sum;

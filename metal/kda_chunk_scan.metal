@@ -11,7 +11,7 @@
 // K~, Q~ and K^ pass through threadgroup memory, 32 channels at a time, in two buffers: the next
 // slab is read from memory into registers, the current one used, then the next one written; one
 // barrier a slab.
-// Threadgroup bytes: 8,192 + 256 with float operands, 4,096 + 256 with half.
+// Threadgroup bytes: 8,448 with float operands, 4,352 with half.
 // Order of reductions: channels in tiles of 8 inside the matrix unit, even and odd tiles apart.
 // Why: 102 matrix products per 16 tokens and 8 columns (64 for R and O, 3 for U, 3 for M U, 32 for
 // S) and not one cross-lane sum. Four SIMD-groups share a slab, so memory is read Dv/32 times; Dv/32
