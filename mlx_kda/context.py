@@ -43,19 +43,19 @@ class Context:
     back, so an error or a KeyboardInterrupt in the middle of a step empties the context.
     """
 
-    def __init__(self, model: nn.Module, cache: list[Any] | None = None):
+    def __init__(self, model: nn.Module, make_cache: Callable[[], list[Any]] | None = None):
+        """An empty context; ``make_cache`` gives its cache, the model's own by default."""
         self.model = model
+        self._make_cache = make_cache or model.make_cache
         self.limit = context_limit(model)
-        self.tokens: list[int] = []
-        self.logits: mx.array | None = None  # [1, vocabulary], of the last token absorbed
-        self.cache = model.make_cache() if cache is None else cache
         self._last_only = "last_only" in inspect.signature(type(model).__call__).parameters
+        self.clear()
 
     def clear(self) -> None:
         """Forget everything."""
-        self.tokens = []
-        self.logits = None
-        self.cache = self.model.make_cache()
+        self.tokens: list[int] = []
+        self.logits: mx.array | None = None  # [1, vocabulary], of the last token absorbed
+        self.cache = self._make_cache()
 
     @property
     def room(self) -> int | None:
