@@ -357,7 +357,7 @@ def test_g3_odd_shapes_a_hundred_times(name):
 
 def test_g9_shapes_do_not_compile_kernels():
     """Case G9: T, B, lengths and even a batch of one token and head reuse what was compiled."""
-    made = {name: kernel(name, "emulator-fast")._made for name in SOURCES}
+    made = {name: kernel(name, "emulator-fast").programs for name in SOURCES}
     shapes = [(1, 1), (1, 2), (1, 9), (3, 16), (1, 33), (9, 5), (2, 300)]
     seen = []
     for B, T in shapes:
@@ -381,3 +381,19 @@ def test_half_mode_is_refused_where_it_would_lose_digits():
     x = oracle.make("random", T=2, H=1, Dk=32, Dv=32)
     with pytest.raises(ValueError, match="half mode would lose most digits of float32"):
         kda_chunk(*[mx.array(a) for a in x.arrays()], mode="half", runner="emulator-fast")
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("argument", range(6))
+def test_a_gradient_is_refused(name, argument):
+    """A kernel has no gradient; a silent zero would train nothing."""
+    x = oracle.make("random", T=3, H=1, Dk=32, Dv=32).with_state()
+    arrays = [mx.array(a) for a in (*x.arrays(), x.state)]
+
+    def loss(a):
+        args = [*arrays[:argument], a, *arrays[argument + 1 :]]
+        o, S = OPS[name](*args[:5], state=args[5], runner="emulator-fast")
+        return o.sum() + S.sum()
+
+    with pytest.raises(ValueError, match="has no gradient: train on an ops path"):
+        mx.grad(loss)(arrays[argument])
