@@ -1,17 +1,19 @@
 """From a checkpoint's folder to a model and its tokenizer, with every tensor accounted for."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from ..errors import CheckpointError
 from . import family
 
-# The settings that each mode of MLX's quantiser fixes, by the modes whose scales are not floats.
-_PACKED_MODES = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
+if TYPE_CHECKING:
+    from ..convert.source import Source
+
+EMBEDDING = "model.embed_tokens.weight"
+ROUTER = "mlp.gate.weight"
 
 
 def load(path: str | Path, runner: str = "auto") -> tuple[nn.Module, Any]:
@@ -38,14 +40,16 @@ def load_model(path: str | Path, runner: str = "auto") -> nn.Module:
     return _build(open_source(path), runner)
 
 
-def _build(source: Any, runner: str) -> nn.Module:
+def _build(source: "Source", runner: str) -> nn.Module:
+    from ..convert.families import map_checkpoint
+
     module = family(source.config)
-    model = module.Model(module.ModelArgs.from_dict(source.config))
+    args, mapping = map_checkpoint(source.config, source.tensors)
+    model = module.Model(args)
     model.runner = runner
-    # Read lazily and kept by nobody else, so that a layer's source tensors go once it is stacked.
-    weights = model.sanitize(_read(source))
-    _quantise(model, weights, source.config)
-    _assign(model, _at_working_dtype(weights))
+    weights = _made(mapping.steps, _read(source))
+    _quantise(model, mapping.packed, weights, source.config.get("quantization") or {})
+    model.load_weights(list(_at_working_dtype(weights).items()))
     del weights
     for layer in model.layers:
         mx.eval(layer.parameters())
@@ -53,100 +57,68 @@ def _build(source: Any, runner: str) -> nn.Module:
     return model.eval()
 
 
-def _read(source: Any) -> dict[str, mx.array]:
+def _read(source: "Source") -> dict[str, mx.array]:
+    """Every tensor of the folder, not yet read from disk."""
     arrays: dict[str, mx.array] = {}
     for file in sorted({stored.file for stored in source.tensors.values()}):
         arrays |= mx.load(str(file))
     return arrays
 
 
-def _quantise(model: nn.Module, weights: dict[str, mx.array], config: dict[str, Any]) -> None:
-    """Make the layers whose weights are packed into quantised ones, each with its own settings."""
-    settings = config.get("quantization")
-    packed = {name[: -len(".scales")] for name in weights if name.endswith(".scales")}
-    if settings is None:
-        foreign = config.get("quantization_config")
-        if isinstance(foreign, dict) and "quant_method" in foreign:
-            raise CheckpointError(
-                f"config.json: quantization method {foreign['quant_method']!r} is not supported; "
-                "convert the unquantised checkpoint instead"
-            )
-        settings = foreign if isinstance(foreign, dict) else {}
-    if not packed:
-        return
-    modules = dict(model.named_modules())
-    chosen = {}
-    for path in packed:
-        module = modules.get(path)
-        if module is None or not hasattr(module, "to_quantized"):
-            raise CheckpointError(f"{path} is quantised, but it is no layer that can be")
-        chosen[path] = _packing(path, module, weights, settings.get(path))
-    nn.quantize(model, class_predicate=lambda path, _: chosen.get(path, False))
+def _made(steps: list[Any], arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+    """The model's weights; nothing else keeps ``arrays``, so a source goes once it is used."""
+    weights: dict[str, mx.array] = {}
+    for step in steps:
+        weights |= step.run(arrays.__getitem__)
+    return weights
 
 
-def _packing(
-    path: str, module: nn.Module, weights: dict[str, mx.array], named: Any
-) -> dict[str, Any]:
-    """Group size, bits and mode of one packed layer: read off its shapes, checked against config.
+def _quantise(
+    model: nn.Module,
+    packed: dict[str, dict],
+    weights: dict[str, mx.array],
+    settings: dict[str, Any],
+) -> None:
+    """Make the layers whose weights are packed quantised ones, each with the settings it has.
 
-    The shapes say it without doubt, which a default for the whole model does not.
+    The shapes of the packed weights say them without doubt; a config that says otherwise of a
+    layer is refused.
     """
-    width = module.weight.shape[-1]
-    scales = weights[f"{path}.scales"]
-    group_size = width // scales.shape[-1]
-    bits = weights[f"{path}.weight"].shape[-1] * 32 // width
-    mode = "affine"
-    if scales.dtype == mx.uint8:
-        mode = _PACKED_MODES.get((bits, group_size))
-    found = {"group_size": group_size, "bits": bits, "mode": mode}
-    wanted = dict(found, **named) if isinstance(named, dict) else found
-    wanted.pop("global_scale", None)
-    if mode is None or wanted != found:
-        raise CheckpointError(
-            f"{path}: its packed shapes say {found}, which is not what config.json's quantization "
-            f"says ({named})"
-        )
-    if f"{path}.global_scale" in weights:
-        if mx.default_device() == mx.cpu:
-            raise CheckpointError(f"{path} has a global scale, which MLX computes on a GPU only")
-        found["global_scale"] = True
-    return found
+    chosen = {}
+    for path, found in packed.items():
+        named = settings.get(path)
+        if isinstance(named, dict) and any(named.get(k, v) != v for k, v in found.items()):
+            raise CheckpointError(
+                f"{path}: its packed shapes say {found}, config.json's quantization says {named}"
+            )
+        chosen[path] = dict(found)
+        if f"{path}.global_scale" in weights:
+            if mx.default_device() == mx.cpu:
+                raise CheckpointError(f"{path} has a global scale, which MLX has on a GPU only")
+            chosen[path]["global_scale"] = True
+    if chosen:
+        nn.quantize(model, class_predicate=lambda path, _: chosen.get(path, False))
 
 
 def _at_working_dtype(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """The router's weights in float32, where they are used, once instead of at every step.
+    """Weights in the dtypes they are used in, cast once instead of at every step.
 
-    And the embedding in the dtype that most weights have: the activations follow it.
+    The router's are used in float32. The rest follow the dtype that most weights have: the
+    embedding, which sets that of the activations, and 16-bit weights of the other kind.
     """
     sizes: dict[mx.Dtype, int] = {}
-    for w in weights.values():
-        if mx.issubdtype(w.dtype, mx.floating):
+    for name, w in weights.items():
+        if mx.issubdtype(w.dtype, mx.floating) and not name.endswith(ROUTER):
             sizes[w.dtype] = sizes.get(w.dtype, 0) + w.size
-    wanted = {"model.embed_tokens.weight": max(sizes, key=sizes.__getitem__, default=mx.float32)}
+    dtype = max(sizes, key=sizes.__getitem__)
 
     def cast(name: str, w: mx.array) -> mx.array:
         if not mx.issubdtype(w.dtype, mx.floating):
             return w
-        return w.astype(
-            mx.float32 if name.endswith("mlp.gate.weight") else wanted.get(name, w.dtype)
-        )
+        if name.endswith(ROUTER):
+            return w.astype(mx.float32)
+        if name == EMBEDDING or w.dtype in (mx.float16, mx.bfloat16):
+            return w.astype(dtype)
+        return w
 
     return {name: cast(name, w) for name, w in weights.items()}
-
-
-def _assign(model: nn.Module, weights: dict[str, mx.array]) -> None:
-    """Set every parameter from ``weights``; a leftover, a gap or a wrong shape is an error."""
-    wanted = dict(tree_flatten(model.parameters()))
-    for what, names in (
-        ("is missing", wanted.keys() - weights.keys()),
-        ("is not used by this model", weights.keys() - wanted.keys()),
-    ):
-        if names:
-            rest = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-            raise CheckpointError(f"{min(names)} {what}{rest}")
-    for name, array in weights.items():
-        if array.shape != wanted[name].shape:
-            raise CheckpointError(
-                f"{name} has shape {array.shape}, the config asks for {wanted[name].shape}"
-            )
-    model.load_weights(list(weights.items()))
