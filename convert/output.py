@@ -12,6 +12,8 @@ from typing import Any
 
 from mlx_kda.errors import UserError
 
+from .report import in_words
+
 REPORT = "conversion.json"
 LOCK = ".lock"
 
@@ -42,9 +44,7 @@ def check_space(out: Path, needed: int) -> None:
     place = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
     if needed > free:
-        raise UserError(
-            f"the output needs {needed / 1e9:.1f} GB and {place} has {free / 1e9:.1f} GB"
-        )
+        raise UserError(f"the output needs {in_words(needed)}, {place} has {in_words(free)} free")
 
 
 @contextlib.contextmanager

@@ -145,6 +145,23 @@ def finish_step(step: Step, dtype: mx.Dtype, recipe: Recipe | None) -> Step:
     return Step(step.sources, outputs, run)
 
 
+def is_finite(array: mx.array) -> bool:
+    """Whether all values are finite, read off the bits: many times faster than `mx.isfinite`.
+
+    Infinity and NaN have the largest magnitudes. As unsigned integers the negative ones are the
+    largest of all; as signed integers the positive ones are.
+    """
+    signed, unsigned, infinity = {
+        mx.float32: (mx.int32, mx.uint32, 0x7F800000),
+        mx.float16: (mx.int16, mx.uint16, 0x7C00),
+        mx.bfloat16: (mx.int16, mx.uint16, 0x7F80),
+    }[array.dtype]
+    top = 1 << (8 * array.dtype.size - 1)
+    positive, negative = mx.max(array.view(signed)), mx.max(array.view(unsigned))
+    mx.eval(positive, negative)
+    return positive.item() < infinity and negative.item() < infinity + top
+
+
 def is_cast(name: str, spec: Spec) -> bool:
     """Whether a tensor follows the model's dtype; gate parameters and the bias do not."""
     return spec.dtype in FLOATS and not FLOAT32.search(name)
@@ -153,8 +170,8 @@ def is_cast(name: str, spec: Spec) -> bool:
 def cast(name: str, array: mx.array, dtype: mx.Dtype) -> mx.array:
     """Cast, and refuse what is not finite before or after."""
     result = array.astype(dtype)
-    if not mx.all(mx.isfinite(result)).item():
-        if mx.all(mx.isfinite(array)).item():
+    if not is_finite(result):
+        if is_finite(array):
             raise UserError(f"{name} holds values beyond the range of {dtype}; use bfloat16")
         raise UserError(f"{name} holds NaN or infinite values in the source")
     return result

@@ -54,17 +54,27 @@ class ConversionReport:
         lines = [
             f"{self.source} -> {self.out}",
             f"{self.model_type}, {self.layers} layers, {self.parameters / 1e6:,.1f} M parameters",
-            f"{how}: {self.bytes_in / 1e9:.3f} GB -> {self.bytes_out / 1e9:.3f} GB, "
+            f"{how}: {in_words(self.bytes_in)} -> {in_words(self.bytes_out)}, "
             f"{self.bits_per_weight:.2f} bits a weight",
         ]
         lines += [
-            f"  {f:22s} {e['tensors']:6d} tensors {e['bytes'] / 1e6:12,.1f} MB"
-            for f, e in self.families.items()
+            f"  {family:22s} {sums['tensors']:6d} tensors {in_words(sums['bytes']):>10s}"
+            for family, sums in self.families.items()
         ]
-        lines += [f"not quantised: {path} ({reason})" for path, reason in self.kept.items()]
+        for reason in dict.fromkeys(self.kept.values()):
+            paths = [path for path, why in self.kept.items() if why == reason]
+            lines.append(f"not quantised, {reason}: {', '.join(paths)}")
         lines += [f"cast: {path} ({change})" for path, change in self.cast.items()]
         lines += [f"dropped: {name} ({reason})" for name, reason in self.dropped.items()]
         return [*lines, f"tokenizer: {self.tokenizer or 'none in the source'}"]
+
+
+def in_words(nbytes: float) -> str:
+    """A number of bytes in decimal units."""
+    if nbytes < 1000:
+        return f"{nbytes:.0f} bytes"
+    unit, size = ("kB", 1e3) if nbytes < 1e6 else ("MB", 1e6) if nbytes < 1e9 else ("GB", 1e9)
+    return f"{nbytes / size:.1f} {unit}"
 
 
 def starred(paths: dict[str, str]) -> dict[str, str]:

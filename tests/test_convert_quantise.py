@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -10,9 +11,11 @@ from helpers.tiny_checkpoint import weights, write_checkpoint, write_weights
 from tolerances import QUANTISED
 
 from mlx_kda.convert import convert
+from mlx_kda.convert.quantise import is_finite
 from mlx_kda.errors import UserError
 from mlx_kda.models import load_model
 
+GOLDENS = Path(__file__).parent / "goldens"
 TOKENS = mx.array([[1, 5, 9, 200, 7, 3, 3, 250, 42]])
 MODES = [
     *(("affine", bits, 32) for bits in (2, 3, 4, 5, 6, 8)),
@@ -313,3 +316,46 @@ def test_packed_shapes_that_fit_no_mode_are_refused(stock_folder, tmp_path):
         write_weights(folder, broken)
         with pytest.raises(UserError, match=name):
             convert(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_is_finite_sees_every_infinity_and_nan(dtype):
+    """Read off the bits: around the infinities of both signs, and NaN beside negative numbers."""
+    unsigned, infinity = {
+        mx.float32: (mx.uint32, 0x7F800000),
+        mx.float16: (mx.uint16, 0x7C00),
+        mx.bfloat16: (mx.uint16, 0x7F80),
+    }[dtype]
+    top = 1 << (8 * dtype.size - 1)
+    for bits in (0, 1, infinity - 1, infinity, infinity + 1, top - 1):
+        for sign in (0, top):
+            value = mx.array([bits + sign], dtype=unsigned).view(dtype)
+            for others in (mx.array([-1.0, 2.0]), mx.array([-3.0])):
+                array = mx.concatenate([others.astype(dtype), value])
+                assert is_finite(array) == (bits < infinity)
+                assert is_finite(array[None]) == (bits < infinity)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_e8_activations_of_every_layer_stay_16_bits(dtype, tmp_path, monkeypatch):
+    """Case E8: gate parameters are float32, yet no layer of stock mlx-lm or of ours widens.
+
+    On the dense golden: MLX's CPU has no 16-bit experts.
+    """
+    from mlx_lm.utils import load_model as stock_load
+
+    convert(GOLDENS / "native-dense", tmp_path / "out", dtype=dtype)
+    for model in (stock_load(tmp_path / "out")[0], load_model(tmp_path / "out")):
+        seen = []
+        kind = type(model.layers[0])
+        original = kind.__call__
+
+        def watch(self, *args, _original=original, _seen=seen, **kwargs):
+            result = _original(self, *args, **kwargs)
+            _seen.append(str(result.dtype))
+            return result
+
+        monkeypatch.setattr(kind, "__call__", watch)
+        logits = model(TOKENS % 128)
+        assert seen == [f"mlx.core.{dtype}"] * len(model.layers)
+        assert str(logits.dtype) == f"mlx.core.{dtype}"

@@ -1,0 +1,290 @@
+"""The written folder, its report, the memory it takes, and sources on the hub."""
+
+import hashlib
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import huggingface_hub
+import mlx.core as mx
+import pytest
+from helpers.checkpoints import edit_json, read_all, same_bits
+from helpers.large import write_large
+from helpers.tiny_checkpoint import (
+    CONFIG,
+    SPECIAL_IDS,
+    TEMPLATE,
+    weights,
+    write_checkpoint,
+)
+
+from mlx_kda.convert import convert, inspect
+from mlx_kda.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("output") / "source")
+
+
+def test_any_shard_size_gives_the_same_tensors(source, tmp_path):
+    """Sharding and streaming change no bit: one file, a few, and one for each tensor."""
+    convert(source, tmp_path / "whole")
+    whole = read_all(tmp_path / "whole")
+    for size, at_least in ((300_000, 3), (1, 70)):
+        out = tmp_path / str(size)
+        report = convert(source, out, shard_bytes=size)
+        parts = read_all(out)
+        assert parts.keys() == whole.keys()
+        assert all(same_bits(parts[name], whole[name]) for name in whole)
+        files = sorted(out.glob("model-*.safetensors"))
+        assert len(files) == len(report.files) >= at_least
+        assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+        index = json.loads((out / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == report.bytes_out
+        for name, file in index["weight_map"].items():
+            assert name in mx.load(str(out / file))
+        assert index["weight_map"].keys() == whole.keys()
+    # a file exceeds its size only if one step alone does
+    largest = max(path.stat().st_size for path in (tmp_path / "300000").glob("model-*"))
+    assert largest < 300_000 + 10_000
+
+
+def test_the_report_is_true(source, tmp_path):
+    out = tmp_path / "out"
+    report = convert(source, out, q_bits=4, q_group_size=32, shard_bytes=200_000)
+    written = json.loads((out / "conversion.json").read_text())
+    assert written["written_by"] == "mlx-kda"
+    assert {key: written[key] for key in asdict(report)} == asdict(report)
+    assert written == report.as_dict()
+    given, result = read_all(source), read_all(out)
+    assert report.tensors_in == len(given)
+    assert report.tensors_out == len(result)
+    assert report.bytes_in == sum(tensor.nbytes for tensor in given.values())
+    assert report.bytes_out == sum(tensor.nbytes for tensor in result.values())
+    assert report.parameters == sum(tensor.size for tensor in given.values())
+    assert sum(f["bytes"] for f in report.families.values()) == report.bytes_out
+    assert sum(f["tensors"] for f in report.families.values()) == report.tensors_out
+    assert "other" not in report.families
+    for name, entry in report.files.items():
+        data = (out / name).read_bytes()
+        assert entry == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    text = "\n".join(report.lines())
+    for word in ("4 bits", "gate path", "bits a weight", "tiktoken.model -> tokenizer.json"):
+        assert word in text
+
+
+def test_the_written_folder_has_what_a_model_needs(source, tmp_path):
+    (source / "LICENSE").write_text("do what you like")
+    out = tmp_path / "out"
+    convert(source, out)
+    assert {path.name for path in out.iterdir()} == {
+        "LICENSE",
+        "chat_template.jinja",
+        "config.json",
+        "conversion.json",
+        "generation_config.json",
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert (out / "chat_template.jinja").read_text() == TEMPLATE
+    assert "chat_template" not in json.loads((out / "tokenizer_config.json").read_text())
+    ends = {SPECIAL_IDS["[EOS]"], SPECIAL_IDS["<|im_end|>"]}
+    for name in ("config.json", "generation_config.json"):
+        assert set(json.loads((out / name).read_text())["eos_token_id"]) == ends
+
+
+def test_f2_end_tokens_of_both_kinds_are_written_where_the_source_names_one(tmp_path):
+    """Case F2: the source's configs name one end token; the converted ones name both."""
+    source = write_checkpoint(tmp_path / "source")
+    edit_json(source / "generation_config.json", eos_token_id=SPECIAL_IDS["<|im_end|>"], top_p=0.9)
+    convert(source, tmp_path / "out")
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert set(generation.pop("eos_token_id")) == {266, 265}
+    assert generation == {"top_p": 0.9}
+
+
+def test_a_source_without_tokenizer_converts_and_says_so(tmp_path):
+    source = write_checkpoint(tmp_path / "source")
+    for name in ("tiktoken.model", "tokenizer_config.json", "generation_config.json"):
+        (source / name).unlink()
+    report = convert(source, tmp_path / "out")
+    assert report.tokenizer is None
+    assert report.warnings == ["the source has no tokenizer"]
+
+
+def test_f6_nothing_of_the_source_is_executed_or_copied(tmp_path):
+    """Case F6: remote code and pickles are neither run nor passed on."""
+    source = write_checkpoint(tmp_path / "source", auto_map={"AutoModel": "modeling_kimi.Kimi"})
+    mark = tmp_path / "executed"
+    for name in ("modeling_kimi.py", "configuration_kimi.py", "tokenization_kimi.py"):
+        (source / name).write_text(f"open({str(mark)!r}, 'w')")
+
+    class Bomb:
+        def __reduce__(self):
+            return (open, (str(mark), "w"))
+
+    for name in ("pytorch_model.bin", "optimizer.pt"):
+        (source / name).write_bytes(pickle.dumps(Bomb()))
+    convert(source, tmp_path / "out")
+    inspect(source)
+    assert not mark.exists()
+    assert not [p for p in (tmp_path / "out").iterdir() if p.suffix in (".py", ".bin", ".pt")]
+    for name in ("config.json", "tokenizer_config.json"):
+        assert "auto_map" not in json.loads((tmp_path / "out" / name).read_text())
+
+
+# --- inspect
+
+
+def test_inspect_describes_both_kinds_of_folders(source, tmp_path):
+    convert(source, tmp_path / "out", q_bits=4, q_group_size=32)
+    theirs, ours = inspect(source), inspect(tmp_path / "out")
+    assert (theirs.format, ours.format) == ("huggingface", "mlx")
+    assert theirs.parameters == ours.parameters
+    assert theirs.layer_types == ours.layer_types == {"kda": 3, "mla": 1}
+    assert theirs.context == ours.context == CONFIG["model_max_length"]
+    assert theirs.quantization is None
+    assert ours.quantization["bits"] == 4
+    assert (theirs.files, ours.files) == (2, 1)
+    assert theirs.problem is None
+    assert ours.problem is None
+    for facts, folder in ((theirs, source), (ours, tmp_path / "out")):
+        tensors = read_all(folder)
+        assert facts.tensors == len(tensors)
+        assert facts.nbytes == sum(facts.dtypes.values()) == sum(t.nbytes for t in tensors.values())
+        assert sum(entry["bytes"] for entry in facts.families.values()) == facts.nbytes
+        assert json.loads(json.dumps(facts.as_dict())) == facts.as_dict()
+    assert theirs.families.keys() == ours.families.keys()
+
+
+def test_inspect_reads_headers_only(source, tmp_path):
+    """A file with a hole where its tensors are is described all the same."""
+    shutil.copytree(source, tmp_path / "copy")
+    for path in (tmp_path / "copy").glob("*.safetensors"):
+        size = path.stat().st_size
+        length = int.from_bytes(path.read_bytes()[:8], "little")
+        with path.open("r+b") as file:
+            file.truncate(8 + length)
+            file.truncate(size)
+    assert inspect(tmp_path / "copy").families == inspect(source).families
+
+
+def test_inspect_describes_what_cannot_be_converted(tmp_path):
+    folder = write_checkpoint(tmp_path / "a", model_type="mystery")
+    facts = inspect(folder)
+    assert "mystery" in facts.problem
+    assert facts.tensors == len(weights())
+
+
+# --- the hub, without network
+
+
+def serve(monkeypatch, answer) -> list[dict]:
+    """Put `answer` in the place of the hub's client; returns the calls it got."""
+    calls = []
+
+    def snapshot_download(repo, **options):
+        calls.append({"repo": repo, **options})
+        if isinstance(answer, BaseException):
+            raise answer
+        return str(answer)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    return calls
+
+
+def test_a_hub_id_is_fetched_without_code_or_pickles(source, tmp_path, monkeypatch):
+    commit = tmp_path / "snapshots" / ("0" * 40)
+    commit.parent.mkdir()
+    commit.symlink_to(source)
+    calls = serve(monkeypatch, commit)
+    report = convert("owner/model", tmp_path / "out", revision="main")
+    assert (report.source, report.revision) == ("owner/model", "0" * 40)
+    assert calls[0]["repo"] == "owner/model"
+    assert calls[0]["revision"] == "main"
+    fetched = {f"x{Path(pattern).suffix}" for pattern in calls[0]["allow_patterns"]}
+    assert not fetched & {"x.py", "x.bin", "x.pt", "x.pkl"}
+
+
+class Answer:
+    """What the hub's errors want to know of a response."""
+
+    def __init__(self):
+        self.headers, self.status_code, self.request = {}, 404, None
+
+
+def errors():
+    from huggingface_hub import errors as e
+
+    make = lambda kind, text: kind(text, response=Answer())  # noqa: E731
+    return {
+        "absent": (make(e.RepositoryNotFoundError, "404 Client Error.\nfor url"), "neither"),
+        "gated": (make(e.GatedRepoError, "403 Client Error.\nAccess"), "login"),
+        "revision": (make(e.RevisionNotFoundError, "404 no such revision\nx"), "no such revision"),
+        "offline": (e.LocalEntryNotFoundError("cannot find the files\nConnection"), "cannot find"),
+        "network": (ConnectionError("Name or service not known\nx"), "Name or service"),
+        "disk": (OSError(28, "No space left on device"), "No space left"),
+        "silent": (TimeoutError(), "TimeoutError"),
+    }
+
+
+@pytest.mark.parametrize(
+    "kind", ["absent", "gated", "revision", "offline", "network", "disk", "silent"]
+)
+def test_a_hub_that_does_not_answer_is_one_line(kind, tmp_path, monkeypatch):
+    error, word = errors()[kind]
+    serve(monkeypatch, error)
+    with pytest.raises(UserError) as caught:
+        convert("owner/model", tmp_path / "out")
+    assert word in str(caught.value)
+    assert "owner/model" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+# --- memory
+
+SHARD = 16_000_000
+MEASURE = """
+import sys
+from mlx_kda.convert import convert
+
+def peak():  # not ru_maxrss, which a child inherits from the process that started it
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
+
+idle = peak()
+convert(sys.argv[1], sys.argv[2], q_bits=int(sys.argv[3]) or None, shard_bytes=int(sys.argv[4]))
+print(peak() - idle)
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A model of 197 MB in layers of 20 MB, and the bytes of its files."""
+    folder = tmp_path_factory.mktemp("large") / "source"
+    return folder, write_large(folder, layers=11, hidden=256, inner=400, experts=32)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("bits", [0, 4])
+def test_e4_memory_is_that_of_a_layer_not_of_the_model(large, tmp_path, bits):
+    """Case E4: the peak, measured by the system, is a layer and a shard, whatever the size."""
+    source, sizes = large
+    run = subprocess.run(
+        [sys.executable, "-c", MEASURE, source, tmp_path / "out", str(bits), str(SHARD)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    used, slack = int(run.stdout), 25_000_000
+    print(used, max(sizes), sum(sizes))
+    assert used < max(sizes) + SHARD + slack < sum(sizes) / 3
+    assert inspect(tmp_path / "out").problem is None
