@@ -270,8 +270,10 @@ if (sg == 0) {
     for (int i = 0; i < 8; ++i) {
       float sum = 0.0f;
       KDA_UNROLL
-      for (int m = 0; m < i; ++m) {
-        sum = fma(below[block * KDA_TILE + i * 8 + m], x[m], sum);
+      for (int m = 0; m < 8; ++m) {
+        if (m < i) {  // constant bounds, so that x stays in registers
+          sum = fma(below[block * KDA_TILE + i * 8 + m], x[m], sum);
+        }
       }
       x[i] = (i == column ? 1.0f : 0.0f) - sum;
       inverse[block * KDA_TILE + i * 8 + column] = x[i];
