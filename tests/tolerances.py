@@ -28,3 +28,7 @@ QUANTISED = {("affine", bits): 2 / (2**bits - 1) for bits in (2, 3, 4, 5, 6, 8)}
     ("nvfp4", 4): 0.2,
     ("mxfp8", 8): 0.07,
 }
+
+# Caches of MLA latents that round.
+PACKED_SPLIT = 2e-3  # packed latents, split otherwise: a last bit can round an integer elsewhere
+INT8_LATENTS = 1e-2  # logits with int8 latents against exact ones

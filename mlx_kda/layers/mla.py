@@ -6,11 +6,15 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 
+from ..cache.rows import Causal, Part, Seen
 from .norm import RMSNorm
+from .softmax import RunningSoftmax
 
 # Bytes that one block of expanded keys and values, or of scores, may take. Longer contexts are
 # worked through in blocks of heads and of query rows.
 WORKSPACE = 64 * 2**20
+# Rows of packed latents that are unpacked at a time.
+UNPACKED = 1024
 
 
 class MLA(nn.Module):
@@ -52,19 +56,31 @@ class MLA(nn.Module):
     def __call__(
         self, x: mx.array, mask: mx.array | str | None = None, cache: Any = None
     ) -> mx.array:
-        """x [B, T, hidden]; mask None, "causal" or bool [B or 1, 1, T, S], True where seen."""
+        """x [B, T, hidden]; mask None, "causal" or bool [B or 1, 1, T, S], True where seen.
+
+        ``cache``: None, mlx-lm's KVCache or the like, or one that says by ``absorb`` what is seen.
+        """
         B, T, _ = x.shape
         q = self.q_proj(x).reshape(B, T, self.num_heads, -1).transpose(0, 2, 1, 3)
         q_nope, q_rope = q[..., : self.nope], q[..., self.nope :] * self.scale
         kv = self.kv_a_proj_with_mqa(x).astype(x.dtype)
         latents = self.kv_a_layernorm(kv[..., : self.kv_lora_rank])[:, None]
         shared = kv[..., self.kv_lora_rank :][:, None]
-        if cache is not None:
-            latents, shared = cache.update_and_fetch(latents, shared)
         if T == 1 and isinstance(mask, str):
             mask = None  # the last token sees everything
-        attend = self._absorbed if self._absorbs(T, latents.shape[2]) else self._expanded
-        out = attend(q_nope, q_rope, latents, shared, mask)
+        if hasattr(cache, "absorb"):
+            seen = cache.absorb(latents, shared)
+        else:
+            if cache is not None:
+                latents, shared = cache.update_and_fetch(latents, shared)
+            mask = Causal(latents.shape[2] - T) if isinstance(mask, str) else mask
+            seen = Seen([Part((latents,), (shared,))], mask)
+        if self._absorbs(T, seen.length):
+            out = self._absorbed(q_nope, q_rope, seen)
+        elif seen.packed:
+            out = self._streamed(q_nope, q_rope, seen)
+        else:
+            out = self._expanded(q_nope, q_rope, seen)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(B, T, -1))
 
     def _absorbs(self, T: int, S: int) -> bool:
@@ -76,76 +92,101 @@ class MLA(nn.Module):
         absorbed = T * lift + T * S * (2 * self.kv_lora_rank + self.rope)
         return T == 1 or absorbed <= expanded
 
-    def _absorbed(
-        self,
-        q_nope: mx.array,
-        q_rope: mx.array,
-        latents: mx.array,
-        shared: mx.array,
-        mask: mx.array | str | None,
-    ) -> mx.array:
-        """Queries [B, H, T, .] over latents [B, 1, S, .] -> [B, H, T, v]."""
+    def _absorbed(self, q_nope: mx.array, q_rope: mx.array, seen: Seen) -> mx.array:
+        """Queries [B, H, T, .] over the latents themselves -> [B, H, T, v]."""
         q = self.embed_q(q_nope) * self.scale
-        out = []
-        for rows, seen, bias in self._blocks(q_rope, shared, mask):
-            B, H, t, R = q[:, :, rows].shape
-            lat = latents[:, :, :seen]
+        B, H, T, R = q.shape
+        S, out = seen.length, []
+        for rows in _slices(T, WORKSPACE // (B * H * S * q.dtype.size)):
+            t = rows.stop - rows.start
             # All heads share the latents: heads and rows fold into one matrix product.
-            scores = (q[:, :, rows].reshape(B, 1, H * t, R) @ lat.swapaxes(-1, -2)).reshape(
-                B, H, t, seen
-            )
-            weights = mx.softmax(scores + bias, axis=-1, precise=True)
-            out.append((weights.reshape(B, 1, H * t, seen) @ lat).reshape(B, H, t, R))
+            q_latent = q[:, :, rows].reshape(B, 1, H * t, R)
+            q_shared = q_rope[:, :, rows].reshape(B, 1, H * t, self.rope)
+            scores = [
+                part.packing[0].dot(q_latent, part.latents)
+                + part.packing[1].dot(q_shared, part.shared)
+                for part in seen.parts
+            ]
+            scores = _join(scores, axis=-1).reshape(B, H, t, S)
+            scores = _hide(scores, seen.mask, rows, slice(0, S))
+            weights = mx.softmax(scores, axis=-1, precise=True).reshape(B, 1, H * t, S)
+            mixed, start = 0, 0
+            for part in seen.parts:
+                stop = start + part.length
+                mixed = mixed + part.packing[0].mix(weights[..., start:stop], part.latents)
+                start = stop
+            out.append(mixed.reshape(B, H, t, R))
         return self.unembed_out(_join(out, axis=2))
 
-    def _expanded(
-        self,
-        q_nope: mx.array,
-        q_rope: mx.array,
-        latents: mx.array,
-        shared: mx.array,
-        mask: mx.array | str | None,
-    ) -> mx.array:
-        B, H = q_nope.shape[:2]
-        S = latents.shape[2]
+    def _expanded(self, q_nope: mx.array, q_rope: mx.array, seen: Seen) -> mx.array:
+        """The same over every head's own keys and values."""
+        latents, shared = seen.unpack()
+        B, H, T, _ = q_nope.shape
+        S = seen.length
         a_head = B * S * (self.nope + self.v_dim) * latents.dtype.size
-        step = max(1, min(H, WORKSPACE // a_head))
         out = []
-        for start in range(0, H, step):
-            heads = slice(start, min(start + step, H))
+        for heads in _slices(H, WORKSPACE // a_head):
             k = _of_heads(self.embed_q, latents, heads, transpose=False)
             v = _of_heads(self.unembed_out, latents, heads)
-            q = q_nope[:, heads]
-            blocks = [
-                mx.fast.scaled_dot_product_attention(
-                    q[:, :, rows], k[:, :, :seen], v[:, :, :seen], scale=self.scale, mask=bias
+            n, blocks = heads.stop - heads.start, []
+            for rows in _slices(T, WORKSPACE // (B * n * S * q_rope.dtype.size)):
+                # Rows that none of these queries sees are left out where they are the last ones.
+                upto = _last_seen(seen.mask, rows, S)
+                bias = q_rope[:, heads, rows] @ shared[:, :, :upto].swapaxes(-1, -2)
+                blocks.append(
+                    mx.fast.scaled_dot_product_attention(
+                        q_nope[:, heads, rows],
+                        k[:, :, :upto],
+                        v[:, :, :upto],
+                        scale=self.scale,
+                        mask=_hide(bias, seen.mask, rows, slice(0, upto)),
+                    )
                 )
-                for rows, seen, bias in self._blocks(q_rope[:, heads], shared, mask)
-            ]
             out.append(_join(blocks, axis=2))
         return _join(out, axis=1)
 
-    def _blocks(self, q_rope: mx.array, shared: mx.array, mask: mx.array | str | None):
-        """Blocks of query rows as (rows, keys seen, additive scores [B, H, rows, keys]).
+    def _streamed(self, q_nope: mx.array, q_rope: mx.array, seen: Seen) -> mx.array:
+        """The same over packed latents, a block of rows unpacked and expanded at a time."""
+        B, H, T, _ = q_nope.shape
+        q_nope = q_nope * self.scale
+        out = []
+        for heads in _slices(H, WORKSPACE // (B * T * UNPACKED * 4)):
+            attention = RunningSoftmax()
+            for start, block in seen.blocks(UNPACKED):
+                latents, shared = block.unpack()
+                k = _of_heads(self.embed_q, latents, heads, transpose=False)
+                v = _of_heads(self.unembed_out, latents, heads)
+                scores = q_nope[:, heads] @ k.swapaxes(-1, -2)
+                scores = scores + q_rope[:, heads] @ shared.swapaxes(-1, -2)
+                rows = slice(start, start + block.length)
+                attention.add(_hide(scores, seen.mask, slice(0, T), rows), v)
+            out.append(attention.result(q_nope.dtype))
+        return _join(out, axis=1)
 
-        The additive scores are the shared keys' part, with what the mask hides at a large
-        negative number: finite, so that a row of padding alone gives no NaN.
-        """
-        B, H, T, _ = q_rope.shape
-        S = shared.shape[2]
-        step = max(1, min(T, WORKSPACE // (B * H * S * q_rope.dtype.size)))
-        hidden = mx.array(mx.finfo(q_rope.dtype).min / 2, dtype=q_rope.dtype)
-        for start in range(0, T, step):
-            stop = min(start + step, T)
-            seen = S - T + stop if isinstance(mask, str) else S
-            keys = shared[:, :, :seen].swapaxes(-1, -2)
-            bias = q_rope[:, :, start:stop] @ keys
-            if isinstance(mask, str):
-                last = mx.arange(S - T + start, seen)[:, None]
-                bias = mx.where(mx.arange(seen) <= last, bias, hidden)
-            elif mask is not None:
-                bias = mx.where(mask[..., start:stop, :], bias, hidden)
-            yield slice(start, stop), seen, bias
+
+def _slices(total: int, size: int) -> list[slice]:
+    """Consecutive slices of at most ``size``, of at least 1, that cover ``total``."""
+    size = max(1, size)
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+def _last_seen(mask: Any, queries: slice, rows: int) -> int:
+    """Rows before which lies all that the queries see."""
+    if isinstance(mask, Causal) and mask.positions is None:
+        return min(rows, mask.first + queries.stop)
+    return rows
+
+
+def _hide(scores: mx.array, mask: Any, queries: slice, rows: slice) -> mx.array:
+    """Scores [B, H, queries, rows] with what the mask hides at a large negative number.
+
+    The number is finite, so that a row of padding alone gives no NaN.
+    """
+    if mask is None:
+        return scores
+    visible = mask.visible(queries, rows) if isinstance(mask, Causal) else mask[..., queries, rows]
+    hidden = mx.array(mx.finfo(scores.dtype).min / 2, dtype=scores.dtype)
+    return mx.where(visible, scores, hidden)
 
 
 def _of_heads(layer: nn.Module, x: mx.array, heads: slice, transpose: bool = True) -> mx.array:
