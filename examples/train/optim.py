@@ -62,7 +62,7 @@ class Optimizer:
                 matrices.append(p)
             else:
                 rest.append(p)
-        self.muon = Muon(matrices, momentum=0.95, weight_decay=0.05)
+        self.muon = Muon(matrices, momentum=0.95, weight_decay=0.1)
         self.adam = torch.optim.AdamW(
             [{"params": tables, "weight_decay": 0.01}, {"params": rest, "weight_decay": 0.0}],
             betas=(0.9, 0.98),

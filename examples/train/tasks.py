@@ -15,7 +15,7 @@ import numpy as np
 from chat import SentencePieceTokenizer, Tokenizer
 from english import article, sentence
 
-ANSWER_WEIGHT, USER_WEIGHT, TEXT_WEIGHT = 1.0, 0.05, 0.5
+ANSWER_WEIGHT, USER_WEIGHT, TEXT_WEIGHT = 1.0, 0.02, 0.5
 # fmt: off
 NAMES = [
     "Anna", "Boris", "Clara", "David", "Elena", "Felix", "Greta", "Hugo", "Irene", "James",
@@ -276,7 +276,7 @@ def chat_row(corpus: Corpus, rng: random.Random, length: int) -> tuple[list[int]
 
 def text_row(corpus: Corpus, rng: random.Random, length: int) -> tuple[list[int], list[float]]:
     """A window of running text, two of five from the dictionary."""
-    source = corpus.dictionary if rng.random() < 0.4 else corpus.prose
+    source = corpus.dictionary if rng.random() < 0.65 else corpus.prose
     start = rng.randrange(len(source) - length)
     ids = source[start : start + length].tolist()
     if rng.random() < 0.3:
@@ -290,6 +290,6 @@ def batch(corpus: Corpus, seed: int, rows: int, length: int) -> tuple[np.ndarray
     ids = np.empty((rows, length), dtype=np.int64)
     weights = np.empty((rows, length), dtype=np.float32)
     for row in range(rows):
-        make = text_row if rng.random() < 0.25 else chat_row
+        make = text_row if rng.random() < 0.12 else chat_row
         ids[row], weights[row] = make(corpus, rng, length)
     return ids, weights
