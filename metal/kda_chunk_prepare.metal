@@ -30,6 +30,7 @@ constexpr int W = Dk % 64 == 0 ? 64 : 32;
 constexpr int ROW = W + 2;   // staged rows: 8 ROW is half a turn of the banks
 constexpr int MROW = W + 8;  // rows read as 8 x 8 tiles
 constexpr int PART = 17;     // 16 partial sums and one word against bank conflicts
+typedef vec<OpT, 4> Op4;
 
 // The rows of a slab, and after the last one the partial sums of the diagonal blocks.
 threadgroup float stage[3 * 16 * 66 + 3 * 8 * 72];
@@ -157,15 +158,25 @@ for (int base = 0; base < Dk; base += W) {
     const int slab = channel / KDA_SLAB;
     const int eighth = channel % KDA_SLAB / 8;
     const int at = channel % 8 * 8;
-    device OpT* kq_at =
-        kq + (place * (Dk / KDA_SLAB) + slab) * KDA_KQ_SLAB + (eighth * 4 + block) * KDA_TILE + at;
-    device OpT* kh_at =
-        kh + (place * (Dk / KDA_SLAB) + slab) * KDA_KH_SLAB + (eighth * 2 + block) * KDA_TILE + at;
+    device Op4* kq_at = (device Op4*)(kq + (place * (Dk / KDA_SLAB) + slab) * KDA_KQ_SLAB +
+                                      (eighth * 4 + block) * KDA_TILE + at);
+    device Op4* kh_at = (device Op4*)(kh + (place * (Dk / KDA_SLAB) + slab) * KDA_KH_SLAB +
+                                      (eighth * 2 + block) * KDA_TILE + at);
     KDA_UNROLL
-    for (int i = 0; i < 8; ++i) {
-      kq_at[i] = static_cast<OpT>(ERASE ? k_c[i] * prefix[i] * before : 0.0f);
-      kq_at[2 * KDA_TILE + i] = static_cast<OpT>(q_c[i] * prefix[i] * before);
-      kh_at[i] = static_cast<OpT>(k_c[i] * suffix[i] * after);
+    for (int i = 0; i < 2; ++i) {
+      Op4 k_before;
+      Op4 q_before;
+      Op4 k_after;
+      KDA_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        const int t = 4 * i + j;
+        k_before[j] = static_cast<OpT>(ERASE ? k_c[t] * prefix[t] * before : 0.0f);
+        q_before[j] = static_cast<OpT>(q_c[t] * prefix[t] * before);
+        k_after[j] = static_cast<OpT>(k_c[t] * suffix[t] * after);
+      }
+      kq_at[i] = k_before;
+      kq_at[2 * KDA_TILE / 4 + i] = q_before;
+      kh_at[i] = k_after;
     }
     if (block == 0) {
       decay[place * Dk + channel] = prefix[7] * other;
