@@ -136,6 +136,15 @@ GOLDENS = [
     ),
     # All dense; and more MLA layers than KDA ones, two in a row, three shared experts.
     Golden("native-dense", False, "KKKM", {"linear_num_heads": 3, "linear_head_dim": 16}, seed=6),
+    # Head sizes that the Metal kernels take: the emulator runs these from end to end.
+    Golden("hub-head-64", True, "Kkm", {"linear_num_heads": 2, "linear_head_dim": 64}, seed=8),
+    Golden(
+        "native-head-32",
+        False,
+        "Kkmk",
+        {"linear_num_heads": 3, "linear_head_dim": 32, "linear_conv_kernel_dim": 3},
+        seed=9,
+    ),
     Golden("hub-mostly-mla", True, "Kmmkm", {"num_shared_experts": 3, "hidden_size": 24}, seed=7),
 ]
 PROMPTS = (70, 9, 1)  # more than one of transformers' chunks of 64, a short one, one token

@@ -139,3 +139,20 @@ def test_stock_mlx_lm_gives_the_same_logits(name):
     stock = stock_model(config, weights)
     assert difference(stock(tokens)[0], logits) < STOCK
     assert difference(model(tokens), stock(tokens)) < STOCK
+
+
+KERNEL_SIZES = ["hub-head-64", "hub-wide-head", "native-head-32"]
+
+
+@pytest.mark.parametrize("name", KERNEL_SIZES)
+@pytest.mark.parametrize("parts", [[70], [64, 6], [17, 16, 9, 8, *[1] * 20]])
+def test_the_kernels_end_to_end(name, parts):
+    """The same logits with every KDA layer computed by the Metal kernels, in the checked emulator.
+
+    70 tokens go by chunks, 9 and 16 by the recurrent kernel, 8 and fewer by the decode kernel.
+    """
+    model, _, prompts = _load(name)
+    model.runner = "emulator"
+    assert model.kda_layers[0].choose(1, mx.float32).kernel == "kda_decode"
+    tokens, logits = prompts[0]
+    assert difference(run(model, tokens, parts)[0], logits) < GOLDEN

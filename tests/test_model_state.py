@@ -209,4 +209,4 @@ def test_an_unknown_policy_or_runner_is_refused_by_name(model):
         model.make_cache("window")
     with pytest.raises(UserError, match="abacus"):
         model.runner = "abacus"
-    assert model.runner == "auto"
+    assert model.runner == "ops"

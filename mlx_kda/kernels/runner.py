@@ -29,6 +29,26 @@ def choose(runner: str = "auto") -> str:
     )
 
 
+def resolve(runner: str = "auto") -> tuple[str, str]:
+    """(what runs a model's KDA layers, why): "ops" or the runner of their kernels.
+
+    "auto" is "metal" on an Apple GPU and "ops" everywhere else: MLX's operations run on any
+    device, while the other runners exist to prove the kernels.
+
+    Raises:
+        UserError: an unknown runner.
+    """
+    if runner == "ops":
+        return "ops", "asked for"
+    if runner != "auto":
+        return choose(runner), "asked for"
+    if mx.default_device().type != mx.DeviceType.gpu:
+        return "ops", "MLX computes on the CPU here; the kernels are for Apple GPUs"
+    if not mx.metal.is_available():
+        return "ops", "the GPU is not Apple's; the kernels are for Apple GPUs"
+    return "metal", "MLX computes on an Apple GPU"
+
+
 class MetalKernel:
     """A kernel with the call of `mx.fast.metal_kernel`; made by `metal_kernel`."""
 

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..kernels import layer as kernels
+from ..kernels.arguments import GateLaw
 from ..ops import bounded_gate, kda, l2norm, softplus_gate
 from .conv import ShortConv
 from .norm import RMSNorm
@@ -48,8 +50,11 @@ class KimiDeltaAttention(nn.Module):
         y = o_proj(rmsnorm(o) * sigmoid(g_b(g_a(x))))
 
     ``lower_bound`` None takes the softplus gate, a negative number the bounded one. The names of
-    the parameters are mlx-lm's. ``mix`` is all that lies between the projections in and out;
-    ``attend`` is the part after the convolutions: a fused kernel can stand in for either.
+    the parameters are mlx-lm's.
+
+    ``mix`` is all that lies between the projections in and out. ``runner`` says what computes it:
+    "ops" (MLX operations, differentiable), or the kernels under one of their runners. In training
+    it is the operations in any case.
     """
 
     def __init__(
@@ -64,7 +69,7 @@ class KimiDeltaAttention(nn.Module):
         super().__init__()
         self.num_heads, self.head_dim, self.taps = num_heads, head_dim, taps
         self.lower_bound = lower_bound
-        self.runner = "auto"
+        self.runner = "ops"
         width = num_heads * head_dim
         for name in ("q", "k", "v"):
             self[f"{name}_proj"] = nn.Linear(hidden_size, width, bias=False)
@@ -107,6 +112,47 @@ class KimiDeltaAttention(nn.Module):
         self, p: Projections, memory: Memory, padding: Padding | None = None
     ) -> tuple[mx.array, Memory]:
         """Projections and memory -> (y [B, T, H * D] for o_proj, the next memory)."""
+        if self.choose(p.q.shape[1], p.q.dtype).kernel is None:
+            return self.mix_ops(p, memory, padding)
+        return self.mix_kernels(p, memory, padding)
+
+    def choose(self, T: int, dtype: mx.Dtype) -> kernels.Choice:
+        """The kernel that takes T tokens, or none and why."""
+        if self.runner == "ops":
+            return kernels.Choice(None, "the runner is ops")
+        if self.training:
+            return kernels.Choice(None, "training needs gradients, which the kernels have not")
+        return kernels.choose(T, self.head_dim, self.head_dim, dtype, self.taps)
+
+    def mix_kernels(
+        self, p: Projections, memory: Memory, padding: Padding | None = None
+    ) -> tuple[mx.array, Memory]:
+        """``mix`` by kernels, one launch for a few tokens."""
+        parameters = self.kernel_parameters()
+        if memory.state is None:
+            memory = kernels.empty_memory(parameters, p.q.shape[0], p.q.dtype)
+        lengths = None if padding is None else padding.lengths
+        y, memory = kernels.mix(*p, parameters, memory, lengths=lengths, runner=self.runner)
+        return y.reshape(p.q.shape), Memory(*memory)
+
+    def kernel_parameters(self) -> kernels.Parameters:
+        """What the kernels need of this layer."""
+        H, D = self.num_heads, self.head_dim
+        return kernels.Parameters(
+            H,
+            H,
+            D,
+            D,
+            taps=(self.q_conv.conv.weight, self.k_conv.conv.weight, self.v_conv.conv.weight),
+            law=GateLaw(self.A_log, self.dt_bias, self.lower_bound),
+            weight=self.o_norm.weight,
+            eps=self.o_norm.eps,
+        )
+
+    def mix_ops(
+        self, p: Projections, memory: Memory, padding: Padding | None = None
+    ) -> tuple[mx.array, Memory]:
+        """``mix`` by MLX operations."""
         q, q_window = self.q_conv(p.q, memory.q, padding)
         k, k_window = self.k_conv(p.k, memory.k, padding)
         v, v_window = self.v_conv(p.v, memory.v, padding)

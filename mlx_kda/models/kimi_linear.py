@@ -11,14 +11,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..cache import make_cache
-from ..errors import UserError
+from ..cache import Policy, make_cache
+from ..kernels import resolve
 from ..layers import MLA, MLP, KimiDeltaAttention, MoE, Padding, RMSNorm
 from .config import KDA, MOE, KimiLinearConfig
 
 ModelArgs = KimiLinearConfig
-
-RUNNERS = ("auto", "ops")
 
 
 class DecoderLayer(nn.Module):
@@ -100,7 +98,7 @@ class Model(nn.Module):
             if args.tie_word_embeddings
             else nn.Linear(args.hidden_size, args.vocab_size, bias=False)
         )
-        self._runner = "auto"
+        self._runner, self._runner_reason = "ops", "not chosen yet: `load` or set `runner`"
 
     def __call__(
         self, inputs: mx.array, cache: list[Any] | None = None, last_only: bool = False
@@ -141,21 +139,35 @@ class Model(nn.Module):
 
     @property
     def runner(self) -> str:
-        """How the KDA layers' kernels are run: "auto" or "ops"."""
+        """What computes the KDA layers: "ops", or the runner of their kernels.
+
+        Set to "auto" it becomes "metal" on an Apple GPU and "ops" elsewhere; ``runner_reason``
+        says why. "ops", "metal", "emulator", "emulator-fast" and "cuda" are taken at their word.
+        """
         return self._runner
+
+    @property
+    def runner_reason(self) -> str:
+        """Why the runner is what it is."""
+        return self._runner_reason
 
     @runner.setter
     def runner(self, name: str) -> None:
-        if name not in RUNNERS:
-            raise UserError(f"runner {name!r} is not one of: {', '.join(RUNNERS)}")
-        self._runner = name
-        for layer in self.layers:
-            if layer.is_linear:
-                layer.self_attn.runner = name
+        self.use_runner(*resolve(name))
 
-    def make_cache(self, policy: str = "exact") -> list[Any]:
+    def use_runner(self, name: str, reason: str) -> None:
+        """Run the KDA layers by ``name`` and remember why."""
+        self._runner, self._runner_reason = name, reason
+        for layer in self.kda_layers:
+            layer.runner = name
+
+    @property
+    def kda_layers(self) -> list[KimiDeltaAttention]:
+        return [layer.self_attn for layer in self.layers if layer.is_linear]
+
+    def make_cache(self, policy: str | Policy = "exact", *, portable: bool = True) -> list[Any]:
         """An empty cache; see ``mlx_kda.cache.make_cache``."""
-        return make_cache(self, policy)
+        return make_cache(self, policy, portable=portable)
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Weights of any known layout under this class's names and shapes; sanitised ones stay.
