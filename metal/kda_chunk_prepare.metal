@@ -164,9 +164,9 @@ for (int base = 0; base < Dk; base += W) {
                                       (eighth * 2 + block) * KDA_TILE + at);
     KDA_UNROLL
     for (int i = 0; i < 2; ++i) {
-      Op4 k_before;
-      Op4 q_before;
-      Op4 k_after;
+      Op4 k_before = Op4(0);
+      Op4 q_before = Op4(0);
+      Op4 k_after = Op4(0);
       KDA_UNROLL
       for (int j = 0; j < 4; ++j) {
         const int t = 4 * i + j;
