@@ -124,21 +124,36 @@ def test_non_finite_logits_end_a_generation():
     assert context.tokens == [], "a spoilt cache is not kept"
 
 
-def test_an_interrupt_inside_a_step_empties_the_context(model):
-    """Layers absorb a step one after the other: half a step cannot be taken back."""
+@pytest.mark.parametrize("at", [1, 4, 7])
+def test_an_interrupt_inside_a_step_undoes_the_step(model, monkeypatch, at):
+    """Layers absorb a step one after the other: one that was cut short is undone in all of them."""
+    layers = [type(layer.self_attn) for layer in model.layers]
+    mla, calls = layers[3], []
+    attend = mla.__call__
 
-    class Interrupted(Scripted):
-        def __call__(self, inputs, cache):
-            logits = super().__call__(inputs, cache)
-            if len(self.calls) == 3:
-                raise KeyboardInterrupt
-            return logits
+    def interrupted(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == at:
+            raise KeyboardInterrupt  # the KDA layers before have absorbed the chunk
+        return attend(self, *args, **kwargs)
 
-    context = Context(Interrupted(16, start=2, script=[1, 2, 3]))
-    context.prefill([5])
-    with pytest.raises(KeyboardInterrupt):
-        context.prefill([6, 7, 8], step=1)
-    assert context.tokens == [] and context.logits is None and context.cache[0].empty()
+    for policy in ("exact", "window:8+2", "int8"):
+        context = Context(model, policy=policy)
+        context.prefill(IDS[:20])
+        calls.clear()
+        monkeypatch.setattr(mla, "__call__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            context.prefill(IDS[20:32], step=4)
+            list(context.decode(9))
+        monkeypatch.setattr(mla, "__call__", attend)
+        assert len(context.tokens) >= 20 + 4 * min(at - 1, 3)
+        read = list(context.tokens)
+        fresh = Context(model, policy=policy)
+        fresh.prefill(read)
+        assert context.logits is None or difference(context.logits, fresh.logits) < 1e-5
+        context.prefill(IDS[32:])
+        fresh.prefill(IDS[32:])
+        assert difference(context.logits, fresh.logits) < 1e-5
 
 
 def test_progress_may_end_a_prefill_between_chunks(model):
