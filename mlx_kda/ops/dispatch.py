@@ -15,12 +15,13 @@ _CHUNK_FROM = 16
 # State elements (8 heads of 128 x 128) up to which a single token is quickest in the plain form.
 _SMALL_STATE = 8 * 128 * 128
 
-_PATHS: dict[str, Callable] = {
+_OPS: dict[str, Callable] = {
     "reference": kda_ref,
     "step": kda_step,
     "chunk": kda_chunk_ref,
 }
-PATHS = ("auto", *_PATHS)
+_KERNELS = ("kda_recurrent", "kda_chunk")
+PATHS = ("auto", *_OPS, *_KERNELS)
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ def kda(
     lengths: mx.array | None = None,
     erase: bool = True,
     path: str = "auto",
+    runner: str = "auto",
 ) -> tuple[mx.array, mx.array]:
     """Kimi Delta Attention and its lineage, by the fastest path that fits.
 
@@ -61,18 +63,24 @@ def kda(
         state: [B, Hv, Dv, Dk] float32; zeros unless given.
         lengths: [B] integers; tokens at and past a row's length change nothing and output 0.
         erase: False leaves the delta rule out: (gated) linear attention.
-        path: "auto", "reference", "step" or "chunk".
+        path: "auto"; "reference", "step" or "chunk" (MLX operations, on any device); or the
+            Metal kernels "kda_recurrent" or "kda_chunk".
+        runner: what runs a kernel: "metal", "emulator", "emulator-fast", "cuda", or "auto" (the
+            GPU at hand).
 
     Returns:
         (o, state): [B, T, Hv, Dv] in v's dtype, [B, Hv, Dv, Dk] float32. All paths are
-        differentiable.
+        differentiable; the gradient of a kernel is that of the chunkwise operations.
 
     Raises:
         ValueError: a shape, dtype or path that does not fit, named.
+        UserError: a kernel on a machine that cannot run it.
     """
-    options = {"scale": scale, "state": state, "lengths": lengths, "erase": erase}
-    choice = explain(q, k, v, g, beta, path=path, **options)
-    return _PATHS[choice.path](q, k, v, g, beta, **options)
+    options = {"scale": scale, "lengths": lengths, "erase": erase}
+    choice = explain(q, k, v, g, beta, state=state, path=path, runner=runner, **options)
+    if choice.path in _OPS:
+        return _OPS[choice.path](q, k, v, g, beta, state=state, **options)
+    return _by_kernel(choice.path, runner, q, k, v, g, beta, state, options)
 
 
 def explain(
@@ -87,19 +95,90 @@ def explain(
     lengths: mx.array | None = None,
     erase: bool = True,
     path: str = "auto",
+    runner: str = "auto",
 ) -> Choice:
     """The path that `kda` takes for these arguments, and the reason; nothing is computed.
 
     Raises:
-        ValueError: a shape, dtype or path that does not fit, named.
+        ValueError: a shape, dtype or path that does not fit, named; a kernel asked for that has
+            no instantiation for these arguments, with the reason.
     """
     p = Problem.read(q, k, v, g, beta, scale, state, lengths, erase)
     if path not in PATHS:
         raise ValueError(f"path must be one of {', '.join(PATHS)}, got {path!r}")
+    if path in _KERNELS:
+        fits, reason = _fits(path, p)
+        if not fits:
+            raise ValueError(f"path {path!r} cannot run: {reason}")
     if path != "auto":
         return Choice(path, "asked for by the caller")
+    name, why_no_kernel = _kernel(p, runner)
+    if name is not None:
+        return Choice(name, why_no_kernel)
     if p.T >= _CHUNK_FROM:
-        return Choice("chunk", f"{p.T} tokens fill chunks: matrix products instead of a loop")
+        why = f"{p.T} tokens fill chunks: matrix products instead of a loop"
+        return Choice("chunk", f"{why} ({why_no_kernel})")
     if p.T <= 1 and p.B * p.Hv * p.Dk * p.Dv <= _SMALL_STATE:
-        return Choice("reference", "one token on a small state: fewest operations")
-    return Choice("step", f"{p.T} tokens, fewer than {_CHUNK_FROM}: the state is read once a token")
+        why = "one token on a small state: fewest operations"
+        return Choice("reference", f"{why} ({why_no_kernel})")
+    why = f"{p.T} tokens, fewer than {_CHUNK_FROM}: the state is read once a token"
+    return Choice("step", f"{why} ({why_no_kernel})")
+
+
+def _kernel(p: Problem, runner: str) -> tuple[str | None, str]:
+    """The kernel for "auto" and the reason, or (None, why none)."""
+    from ..kernels import resolve
+
+    name, why = resolve(runner)
+    if name == "ops":
+        return None, why
+    if p.T == 0:
+        return None, "there are no tokens"
+    path = "kda_chunk" if p.T > _CHUNK_FROM else "kda_recurrent"
+    fits, reason = _fits(path, p)
+    return (path, f"{p.T} tokens; {why}") if fits else (None, reason)
+
+
+def _fits(path: str, p: Problem) -> tuple[bool, str]:
+    from ..kernels import chunk, recurrent
+
+    module = chunk if path == "kda_chunk" else recurrent
+    return module.supported(p.Dk, p.Dv, p.dtype)
+
+
+def _by_kernel(
+    path: str,
+    runner: str,
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    g: mx.array | None,
+    beta: mx.array,
+    state: mx.array | None,
+    options: dict,
+) -> tuple[mx.array, mx.array]:
+    """Run a kernel so that its gradient is that of the chunkwise operations."""
+    from ..kernels import chunk, recurrent
+
+    run = chunk.kda_chunk if path == "kda_chunk" else recurrent.kda_recurrent
+    given = [x for x in (g, state) if x is not None]
+
+    def spread(arrays):
+        q, k, v, beta, *rest = arrays
+        g_in = rest.pop(0) if g is not None else None
+        return (q, k, v, g_in, beta), (rest[0] if rest else None)
+
+    @mx.custom_function
+    def forward(*arrays):
+        inputs, S = spread(arrays)
+        return run(*inputs, state=S, runner=runner, **options)
+
+    @forward.vjp
+    def backward(primals, cotangents, _):
+        def ops(*arrays):
+            inputs, S = spread(arrays)
+            return kda_chunk_ref(*inputs, state=S, **options)
+
+        return mx.vjp(ops, list(primals), list(cotangents))[1]
+
+    return tuple(forward(q, k, v, beta, *given))
