@@ -76,6 +76,19 @@ class KernelText:
     source_first: int  # line of the text on which the source begins
     source_lines: int
 
+    def locate(self, line: int) -> dict:
+        """Where a line of the text is: ``line`` of the source or ``header_line``, and ``text``."""
+        lines = self.text.split("\n")
+        if not 0 < line <= len(lines):
+            return {}
+        where = {"text": lines[line - 1]}
+        in_source = line - self.source_first + 1
+        if 1 <= in_source <= self.source_lines:
+            where["line"] = in_source
+        elif line <= self.header_lines:
+            where["header_line"] = line
+        return where
+
 
 def template_value(value) -> str:
     if isinstance(value, bool):

@@ -10,13 +10,13 @@ KERNELS = Path(mx.__file__).parent / "include" / "mlx" / "backend" / "metal" / "
 PREFIX = "mlx/backend/metal/kernels/"
 
 
-def mlx_header(*names, constants=None, without=()):
+def mlx_header(*names, constants=None, without=(), address_spaces=False):
     """The text of MLX's kernel headers with their includes, ready to be a kernel's header.
 
     MLX's kernels become plain functions (one body calls them), and function constants get the
     values in ``constants``; a parameter that exists only under a constant stays a parameter.
-    Structs in ``without`` are left out, and so are the specialisations for pointers of the other
-    address spaces, which are one to the emulator's compiler.
+    Structs in ``without`` are left out, and so are, unless ``address_spaces``, specialisations for
+    pointers of the other address spaces, which are one to the emulator's compiler.
     """
     seen, out = {"utils.h", "defines.h"}, []  # MLX puts these before every kernel
 
@@ -49,7 +49,8 @@ def mlx_header(*names, constants=None, without=()):
         )
         assert n == 1, name
     spaces = r"struct pointer_element<(device|constant|threadgroup) T\*> \{.*?\};"
-    text = re.sub(r"template <typename T>\n" + spaces, "", text, flags=re.S)
+    if not address_spaces:
+        text = re.sub(r"template <typename T>\n" + spaces, "", text, flags=re.S)
     return "".join(c if ord(c) < 128 else "?" for c in text)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from ..fault import KINDS, KernelFault
 from ..text import KernelText
 from . import compiler
-from .rewrite import Unsupported, rewrite
+from .rewrite import EMULATOR, Unsupported, rewrite
 
 MAX_THREADS = 1024
 TEXT_NAME = "kernel.metal"
@@ -105,7 +105,7 @@ class Program:
         self.name, self.text, self.mode = name, text, mode
         self.lock = threading.Lock()
         try:
-            rewritten = rewrite(text.text)
+            rewritten = rewrite(text.text, EMULATOR)
         except Unsupported as error:
             kind = "limits" if "ASCII" in error.message else "unsupported"
             raise self.fault(kind, error.message, line=error.line) from None
@@ -119,15 +119,7 @@ class Program:
 
     def fault(self, kind, message, line=0, thread=None):
         """A KernelFault at a line of the generated text."""
-        text, where = self.text, {}
-        lines = text.text.split("\n")
-        if 0 < line <= len(lines):
-            where["text"] = lines[line - 1]
-        at = line - text.source_first + 1
-        if line and 1 <= at <= text.source_lines:
-            where["line"] = at
-        elif 0 < line <= text.header_lines:
-            where["header_line"] = line
+        where = self.text.locate(line)
         return KernelFault(kind, self.name, message, thread=thread, **where)
 
     def _compile_fault(self, messages):

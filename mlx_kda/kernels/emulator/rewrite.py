@@ -1,13 +1,14 @@
 """The few changes that turn generated Metal text into C++, line for line.
 
-- a variable declared `threadgroup T name[N];` becomes a reference to memory that all threads share
-  (pointers and references to threadgroup memory are left alone);
+- a variable declared `threadgroup T name[N];` becomes what the dialect makes of it (pointers and
+  references to threadgroup memory are left alone);
 - attributes in double brackets are dropped, function constants refused;
 - a floating literal without a suffix is a float in Metal, and `h` and `bf` are suffixes.
 Anything that is not recognised is left to the compiler, which rejects it, or refused here.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 TOKEN = re.compile(
@@ -50,6 +51,28 @@ def tokens(text) -> list[Token]:
     return result
 
 
+@dataclass(frozen=True)
+class Dialect:
+    """How the parts that are not C++ are written: ``declare(type, name, suffix, number)`` for a
+    threadgroup variable, ``vector(name)`` for a vector type used as a constructor."""
+
+    declare: Callable[[str, str, str, int], str]
+    vector: Callable[[str], str] | None = None
+
+
+def _declare_shared(base, name, suffix, number):
+    kind = f"emu_type_of<{base}{suffix}>"
+    return f"{kind}& {name} = emu_shared<{kind}>({number});"
+
+
+# A threadgroup variable is a reference to memory that all threads share.
+EMULATOR = Dialect(_declare_shared)
+
+VECTOR = re.compile(
+    r"(?:bool|char|uchar|short|ushort|int|uint|long|ulong|half|bfloat|float)[234]\Z"
+)
+
+
 def _number(token) -> str:
     match = FLOAT.match(token.text)
     if not match:
@@ -67,8 +90,9 @@ def _number(token) -> str:
 class _Shared:
     """Finds and rewrites declarations of threadgroup variables."""
 
-    def __init__(self, toks):
+    def __init__(self, toks, dialect):
         self.toks = toks
+        self.dialect = dialect
         self.count = 0
         self.names = []
 
@@ -77,6 +101,10 @@ class _Shared:
         while i < len(self.toks) and self.toks[i].kind in ("space", "comment"):
             i += 1
         return i
+
+    def is_call(self, i):
+        at = self._next(i)
+        return at < len(self.toks) and self.toks[at].text == "("
 
     def _closing(self, i, opening, closing):
         depth = 0
@@ -131,8 +159,8 @@ class _Shared:
                 if self.toks[at].text in ("=", "{"):
                     raise Unsupported("a threadgroup variable with an initialiser", name.line)
                 return None
-            kind = f"emu_type_of<{base}{suffix}>".replace("\\\n", " ")
-            out.append(f"{kind}& {name.text} = emu_shared<{kind}>({self.count});")
+            base, suffix = base.replace("\\\n", " "), suffix.replace("\\\n", " ")
+            out.append(self.dialect.declare(base, name.text, suffix, self.count))
             self.names.append(name.text)
             self.count += 1
             if self.toks[at].text == ";":
@@ -153,13 +181,13 @@ class Rewritten:
     shared_names: list[str]
 
 
-def rewrite(text) -> Rewritten:
+def rewrite(text, dialect) -> Rewritten:
     """C++ with the same lines as ``text``, and the names of its threadgroup variables by number."""
     for number, line in enumerate(text.split("\n"), 1):
         if not line.isascii():
             raise Unsupported("text that is not ASCII", number)
     toks = tokens(text)
-    shared = _Shared(toks)
+    shared = _Shared(toks, dialect)
     out, i = [], 0
     while i < len(toks):
         token = toks[i]
@@ -178,6 +206,8 @@ def rewrite(text) -> Rewritten:
             out.append(token.text)
         elif token.kind == "name" and token.text == "double":
             raise Unsupported("double, which Metal does not have", token.line)
+        elif dialect.vector and VECTOR.match(token.text) and shared.is_call(i):
+            out.append(dialect.vector(token.text))
         else:
             out.append(token.text)
         i += 1

@@ -19,3 +19,11 @@ constexpr complex64_t operator*(complex64_t a, complex64_t b) {
 template <typename T> struct complex_t : complex64_t {
   using complex64_t::complex64_t;
 };
+// Ordered by the real part, then by the imaginary.
+constexpr bool operator<(complex64_t a, complex64_t b) {
+  return a.real < b.real || (a.real == b.real && a.imag < b.imag);
+}
+constexpr bool operator>(complex64_t a, complex64_t b) { return b < a; }
+constexpr bool operator==(complex64_t a, complex64_t b) {
+  return a.real == b.real && a.imag == b.imag;
+}
