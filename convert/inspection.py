@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_kda.errors import CheckpointError
+from mlx_kda.errors import CheckpointError, UserError
 
 from .families import by_family, map_checkpoint
 from .source import open_source
@@ -35,13 +35,15 @@ class Inspection:
         return asdict(self)
 
 
-def inspect(source: str | Path) -> Inspection:
-    """Describe a checkpoint from its headers; no tensor is read.
+def inspect(folder: str | Path) -> Inspection:
+    """Describe a checkpoint's folder from its config and headers; no tensor is read.
 
     Raises CheckpointError or UserError where the folder is no checkpoint or its files are damaged.
     A checkpoint that is whole but cannot be converted is described, with `problem` set.
     """
-    origin = open_source(source)
+    if not Path(folder).expanduser().is_dir():
+        raise UserError(f"{folder}: no such folder")
+    origin = open_source(folder)
     raw, tensors = origin.config, origin.tensors
     dtypes: Counter = Counter()
     for stored in tensors.values():
@@ -53,7 +55,7 @@ def inspect(source: str | Path) -> Inspection:
         problem = str(error)
     is_mlx = any(name.endswith((".conv.weight", ".scales", ".embed_q.weight")) for name in tensors)
     return Inspection(
-        source=str(source),
+        source=str(folder),
         format="mlx" if is_mlx else "huggingface",
         model_type=str(raw.get("model_type")),
         layers=config.num_hidden_layers if config else int(raw.get("num_hidden_layers") or 0),

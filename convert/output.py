@@ -6,13 +6,14 @@ import fcntl
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mlx_kda.errors import UserError
 
-from .report import in_words
+from .report import WRITER, in_words
 
 REPORT = "conversion.json"
 LOCK = ".lock"
@@ -31,12 +32,18 @@ def check_output(out: Path, source: Path, overwrite: bool) -> None:
     if out.is_dir() and any(out.iterdir()):
         if not overwrite:
             raise UserError(f"{out} exists and is not empty; choose another, or pass --overwrite")
-        if not (out / REPORT).is_file():
-            raise UserError(
-                f"{out} was not written by mlx-kda (it has no {REPORT}) and is not overwritten"
-            )
+        if not _is_ours(out):
+            raise UserError(f"{out} was not written by mlx-kda and is not overwritten")
     elif out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file; name a folder for the output")
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a conversion wrote the folder, by the report that lies in it."""
+    try:
+        return json.loads((folder / REPORT).read_text())["written_by"] == WRITER
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def check_space(out: Path, needed: int) -> None:
@@ -96,7 +103,7 @@ def _replace(out: Path, partial: Path) -> None:
     if not (out.is_dir() and any(out.iterdir())):
         os.rename(partial, out)
         return
-    old = out.with_name(out.name + ".old")
+    old = Path(tempfile.mkdtemp(prefix=out.name + ".old-", dir=out.parent))
     os.rename(out, old)
     try:
         os.rename(partial, out)

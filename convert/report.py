@@ -2,12 +2,15 @@
 
 import re
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
+
+WRITER = "mlx-kda"
 
 
 @dataclass
 class ConversionReport:
-    """Returned by `convert` and written to `conversion.json` in the output folder."""
+    """Returned by `convert`, and written without local paths to `conversion.json` in the output."""
 
     source: str
     out: str
@@ -43,7 +46,15 @@ class ConversionReport:
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON takes it."""
-        return {"written_by": "mlx-kda"} | asdict(self) | {"bits_per_weight": self.bits_per_weight}
+        return {"written_by": WRITER} | asdict(self) | {"bits_per_weight": self.bits_per_weight}
+
+    def as_published(self) -> dict[str, Any]:
+        """The report for the output folder: without the paths of the machine that made it."""
+        content = self.as_dict()
+        del content["out"]
+        if self.revision is None:
+            content["source"] = Path(self.source).name
+        return content
 
     def lines(self) -> list[str]:
         """A short summary to print."""

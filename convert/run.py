@@ -130,7 +130,7 @@ def convert(
             origin, steps, folder, shard_bytes, mapping.parameters, progress
         )
         report.seconds = round(time.perf_counter() - start, 3)
-        write_json(folder / REPORT, report.as_dict())
+        write_json(folder / REPORT, report.as_published())
         write_json(folder / "config.json", written)
     return report
 

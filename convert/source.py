@@ -17,7 +17,7 @@ from .builder import listed
 from .tensor_files import Stored, read_header, read_tensor
 
 INDEX = "model.safetensors.index.json"
-HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
+HUB_ID = re.compile(r"^\w[\w.-]*/\w[\w.-]*$")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "LICENSE*"]
 
 
@@ -25,7 +25,7 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "LICENSE*"]
 class Source:
     """A checkpoint folder with its config and the headers of its weight files."""
 
-    name: str  # as the user gave it
+    name: str  # as the user gave it: a path, or a hub id
     folder: Path
     config: dict[str, Any]
     tensors: dict[str, Stored]
@@ -82,7 +82,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_tensors(folder: Path) -> dict[str, Stored]:
     """Headers of all weight files of a folder, by tensor name.
 
-    With an index its files are read and must hold what it says; without one, all *.safetensors.
+    With an index its files are read and must hold what it says; without one, model*.safetensors,
+    or whatever safetensors there are.
     """
     index = folder / INDEX
     placed: dict[str, str] = {}
@@ -92,7 +93,8 @@ def read_tensors(folder: Path) -> dict[str, Stored]:
             raise CheckpointError(f"{index} is damaged: it has no weight_map")
         files = sorted({str(file) for file in placed.values()})
     else:
-        files = sorted(path.name for path in folder.glob("*.safetensors"))
+        found = [*folder.glob("model*.safetensors")] or [*folder.glob("*.safetensors")]
+        files = sorted(path.name for path in found)
     if not files:
         _refuse_folder(folder)
     if outside := [name for name in files if Path(name).name != name]:
@@ -143,5 +145,7 @@ def _download(repo: str, revision: str | None) -> tuple[Path, str | None]:
     # the hub's client raises errors of its own, of its HTTP library and of the system
     except Exception as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise UserError(f"{repo} cannot be fetched from the Hugging Face hub: {reason}") from error
+        raise UserError(
+            f"{repo} is no local folder and cannot be fetched from the Hugging Face hub: {reason}"
+        ) from error
     return folder, folder.name

@@ -160,6 +160,21 @@ def test_an_index_that_is_wrong(source, tmp_path):
     refused(source, out, INDEX, "damaged")
 
 
+def test_files_beside_the_model_are_passed_by(source, tmp_path):
+    """An adapter, or the same weights in another layout, is not part of the checkpoint."""
+    mx.save_safetensors(str(source / "adapters.safetensors"), {"x": mx.zeros((2,))})
+    mx.save_safetensors(str(source / "model-unlisted.safetensors"), {"x": mx.zeros((2,))})
+    convert(source, tmp_path / "a")
+    (source / INDEX).unlink()
+    (source / "model-unlisted.safetensors").unlink()
+    convert(source, tmp_path / "b")
+    for path in sorted(source.glob("model*")):
+        path.rename(source / path.name.replace("model", "weights"))
+    (source / "adapters.safetensors").unlink()
+    convert(source, tmp_path / "c")
+    assert snapshot(tmp_path / "a").keys() == snapshot(tmp_path / "c").keys()
+
+
 def test_a_tensor_stored_twice_is_named(source, tmp_path):
     tensors = weights()
     name = "model.norm.weight"
@@ -211,7 +226,9 @@ def test_an_output_that_exists_is_replaced_only_if_asked_and_only_if_ours(source
     (out / "thesis.txt").write_text("years of work")
     refused(source, out, "not empty", "--overwrite")
     refused(source, out, "not written by mlx-kda", overwrite=True)
-    (out / "thesis.txt").unlink()
+    (out / "thesis.txt").rename(out / "conversion.json")
+    refused(source, out, "not written by mlx-kda", overwrite=True)
+    (out / "conversion.json").unlink()
     convert(source, out)  # an empty folder is taken
     refused(source, out, "not empty")
     report = convert(source, out, overwrite=True, dtype="float16")
@@ -301,7 +318,8 @@ def test_while_it_is_written_nothing_looks_whole(source, tmp_path):
     report = convert(source, out, progress=look, shard_bytes=100_000)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1][0] == report.bytes_out
-    assert not [path for path in out.iterdir() if path.suffix in (".tmp", ".lock")]
+    names = [path.name for path in out.iterdir()]
+    assert not [name for name in names if name.startswith(".") or name.endswith(".tmp")]
 
 
 def test_a_killed_conversion_does_not_block_the_next(source, tmp_path):

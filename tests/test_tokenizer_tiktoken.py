@@ -8,7 +8,9 @@ import time
 import pytest
 from helpers.checkpoints import (
     CORPUS,
+    EDGES,
     SLOTS,
+    edge_ranks,
     kimi_encoding,
     kimi_ranks,
     slot_ids,
@@ -84,10 +86,27 @@ def test_any_text_gives_tiktokens_ids(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.text(alphabet="aAzZ'sStTſdD中々é\u0301\u0902 \n\r\t1٣!_ǅ한😀\u200d"))
-def test_texts_at_the_patterns_edges_give_tiktokens_ids(tokenizer, text):
-    assert tokenizer.encode(text) == truth(text)
+@pytest.fixture(scope="module")
+def edge_tokenizer(tmp_path_factory):
+    return load_tokenizer(write_kimi_tokenizer(tmp_path_factory.mktemp("edges"), edge_ranks()))
+
+
+EDGE_ORACLE = kimi_encoding(edge_ranks())
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.text(alphabet=EDGES))
+def test_text_is_split_where_tiktoken_splits_it(edge_tokenizer, text):
+    """Any two neighbours would join if no split lay between them, so every split is seen."""
+    assert edge_tokenizer.encode(text) == EDGE_ORACLE.encode(text)
+
+
+def test_pairs_of_characters_are_split_as_tiktoken_does(edge_tokenizer):
+    """Every triple of the characters at the pattern's edges, in one text each first character."""
+    for first in EDGES:
+        for second in EDGES:
+            text = "\u0378".join(first + second + third for third in EDGES)
+            assert edge_tokenizer.encode(text) == EDGE_ORACLE.encode(text)
 
 
 @settings(max_examples=200, deadline=None)
@@ -186,3 +205,24 @@ def test_stock_mlx_lm_loads_it(written, tokenizer):
     for text in SAMPLES.values():
         assert stock.encode(text) == tokenizer.encode(text, allow_special=True)
     assert stock.tool_call_start == "<|tool_calls_section_begin|>"
+
+
+def test_characters_of_all_planes_are_split_as_tiktoken_does(tmp_path):
+    """The two regular-expression engines bring their own Unicode tables: a sample of all planes.
+
+    Each character joins any neighbour unless a split lies between them.
+    """
+    draw = random.Random(1)
+    planes = [(0x80, 0x3400), (0xA000, 0xAC00), (0xF900, 0x10000), (0x10000, 0x20000)]
+    chars = [chr(draw.randrange(*planes[i % 4])) for i in range(600)] + list("㐀豈𠀀\U000e0100")
+    around = ["a", "A", "1", "中", " ", "!", "\n", "'"]
+    pieces = [bytes([value]) for value in range(256)]
+    for char in ["中", *chars]:
+        data = char.encode()
+        pieces += [data[:n] for n in range(2, len(data) + 1)]
+    pairs = [(x, c) for c in chars for x in around] + [(c, x) for c in chars for x in around]
+    ranks = tuple(dict.fromkeys([*pieces, *((a + b).encode() for a, b in pairs)]))
+    tokenizer = load_tokenizer(write_kimi_tokenizer(tmp_path, ranks))
+    oracle = kimi_encoding(ranks)
+    for first, second in pairs:
+        assert tokenizer.encode(first + second) == oracle.encode(first + second), (first, second)

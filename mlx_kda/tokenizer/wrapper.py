@@ -58,6 +58,9 @@ class KDATokenizer(TokenizerWrapper):
             **tools,
         )
         self._control = control
+        # mlx-lm encodes these to find them in generated ids: they are no typed text
+        self._think_start = self._think_start and TemplateText(self._think_start)
+        self._think_end = self._think_end and TemplateText(self._think_end)
         return self
 
     @property

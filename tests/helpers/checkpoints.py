@@ -14,7 +14,17 @@ import mlx.core as mx
 import tiktoken
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
-from mlx_kda.tokenizer.tiktoken_model import PATTERN, byte_texts
+from mlx_kda.tokenizer.tiktoken_model import byte_texts
+
+# Kimi's split in one line, written down apart from the package's own spelling of it.
+PATTERN = (
+    r"[\p{Han}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 # place after the ranks -> name, shown (special false) or hidden (special true)
 SLOTS = {
@@ -188,3 +198,18 @@ def stock_logits(folder: Path, tokens: mx.array, dtype: mx.Dtype | None = None) 
     if dtype is not None:
         model.set_dtype(dtype)
     return model(tokens)
+
+
+# Characters on every side of the split pattern: case, title case, marks, Han that are letters,
+# numbers and symbols, contractions with a long s, digits of two scripts, spaces and line ends.
+EDGES = "aAz'sStTvdDlLmſǅʰ中々〇⺀한é\u0301\u0902١12½ \n\r\t\u3000!_😀\u200d"
+
+
+@functools.cache
+def edge_ranks() -> tuple[bytes, ...]:
+    """A vocabulary in which any two neighbours of EDGES join, so that ids tell each split apart."""
+    single = [bytes([value]) for value in range(256)]
+    chars = [char.encode() for char in EDGES]
+    prefixes = {char[:n] for char in chars for n in range(2, len(char))}
+    longer = [*sorted(prefixes), *(char for char in chars if len(char) > 1)]
+    return tuple(dict.fromkeys([*single, *longer, *(a + b for a in chars for b in chars)]))
