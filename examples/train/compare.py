@@ -1,6 +1,6 @@
 """Compare an exported folder with transformers' own Kimi Linear, on the CPU.
 
-    python compare.py --data ../../.train --folder ../tiny-kimi-linear
+    python compare.py --folder ../tiny-kimi-linear
 
 Loads the files with transformers (5.24 or later, no remote code) and with model.py, both in
 float32, and prints the largest difference of the logits on a chat and on running text.
@@ -37,7 +37,6 @@ def from_hub(folder: Path, vocab: int) -> Model:
 def main() -> None:
     """Exit with 1 unless the two agree."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     args = parser.parse_args()
     tokenizer = Tokenizer(args.folder / "tiktoken.model")

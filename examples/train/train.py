@@ -158,7 +158,9 @@ def evaluate(model: Model, corpus: Corpus, device: torch.device, lengths: dict, 
     """The checks of checks.py, as numbers. `lengths` maps a prompt length to a sample size."""
     model.eval()
     judge = Judge(model, device)
-    result: dict = {"glosses": accuracy(judge, gloss_cases(corpus, glosses)), "pass_key": {}}
+    words = gloss_cases(corpus, glosses)
+    result: dict = {"glosses": accuracy(judge, words), "pass_key": {}}
+    result["counts"] = {"glosses": len(words), "facts": 50, "pairs": 50, "pass_key": lengths}
     text = corpus.held_out
     result["held_out_bits_per_byte"] = per_byte(judge.nats(corpus.tokenizer.encode(text)), text)
     result["facts"] = accuracy(judge, turn_cases(corpus, "facts", 50, 300))
@@ -292,6 +294,7 @@ def main() -> None:
         glosses = {"quick": 200, "full": None}[args.evaluate]
         with autocast:
             result = evaluate(model, corpus, device, lengths, 4 if args.toy else glosses)
+        result["training"] = state
         (args.out / "evaluation.json").write_text(json.dumps(result, indent=1))
         print(json.dumps(result), flush=True)
     print(f"done after {time.time() - started:.0f} s", flush=True)

@@ -1,0 +1,171 @@
+"""Measure the tiny Kimi Linear checkpoint with mlx_kda and write the numbers into its card.
+
+    python measure.py --data ../../.train --minutes 20
+
+Every case's outcome is kept in results.json, so a run that is cut short goes on where it
+stopped, and the card says how many cases stand behind each number. The long lengths of the exact
+cache come from train.py's own evaluation on the training machine (device.json), because a CPU
+takes minutes a case there; the table keeps the two apart.
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from checks import Case, gloss_cases, pass_key_cases, per_byte, turn_cases
+from tasks import Corpus
+
+HERE = Path(__file__).resolve().parent
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+# (policy, {prompt length: cases}); the cheapest first.
+PASS_KEYS = (
+    ("exact", {1024: 8, 2048: 4, 4096: 4, 8192: 2}),
+    ("window:1024+16", {1024: 8, 2048: 4, 4096: 4, 8192: 2}),
+    ("int8", {2048: 4}),
+    ("int4", {2048: 4}),
+    ("exact", {16384: 1}),
+    ("window:1024+16", {16384: 1}),
+)
+
+
+def plan(corpus: Corpus) -> Iterator[tuple[str, str, Case]]:
+    """(name of the measurement, cache policy, case), in the order of measuring."""
+    for case in gloss_cases(corpus, 100):
+        yield "glosses", "exact", case
+    for kind in ("facts", "pairs"):
+        for case in turn_cases(corpus, kind, 10, 300):
+            yield kind, "exact", case
+    for policy, lengths in PASS_KEYS:
+        for length, count in lengths.items():
+            for case in pass_key_cases(corpus, length, count):
+                yield f"pass key {length}", policy, case
+
+
+def answers(model: Any, case: Case, policy: str) -> bool:
+    """Whether greedy decoding under a cache policy gives exactly the case's answer."""
+    from mlx_kda.context import Context
+
+    context = Context(model, policy=policy)
+    context.prefill(case.ids[: case.start])
+    first = context.logits.argmax(-1)
+    rest = model(mx.array([case.ids[case.start : -1]]), cache=context.cache)[0].argmax(-1)
+    found = np.concatenate([np.array(first), np.array(rest)])
+    return bool(np.array_equal(found, case.ids[case.start :]))
+
+
+def held_out_nats(model: Any, ids: list[int], step: int = 512) -> float:
+    """Sum of the negative log-likelihoods of all tokens but the first."""
+    cache, total = model.make_cache(), 0.0
+    for at in range(0, len(ids) - 1, step):
+        piece = mx.array([ids[at : at + step]])
+        logits = model(piece, cache=cache)[0].astype(mx.float32)
+        target = mx.array(ids[at + 1 : at + 1 + step])
+        logits = logits[: target.shape[0]]
+        nats = mx.logsumexp(logits, -1) - mx.take_along_axis(logits, target[:, None], -1)[:, 0]
+        total += nats.sum().item()
+    return total
+
+
+def measure(folder: Path, corpus: Corpus, results: dict, minutes: float, save: Path) -> None:
+    """Run what results lack until the time is up."""
+    from mlx_kda import load
+
+    began = time.time()
+    model, _ = load(folder)
+    if "held_out_bits_per_byte" not in results:
+        ids = corpus.tokenizer.encode(corpus.held_out)
+        nats = held_out_nats(model, ids)
+        results["held_out_bits_per_byte"] = round(per_byte(nats, corpus.held_out), 4)
+        results["held_out_perplexity"] = round(math.exp(nats / (len(ids) - 1)), 2)
+    cases = results.setdefault("cases", {})
+    for number, (name, policy, case) in enumerate(plan(corpus)):
+        if time.time() - began > minutes * 60:
+            print(f"time is up at case {number}; run again to go on")
+            break
+        key = f"{number} | {name} | {policy}"
+        if key not in cases:
+            cases[key] = answers(model, case, policy)
+            print(key, "right" if cases[key] else "wrong", flush=True)
+            save.write_text(json.dumps(results, indent=1) + "\n")
+    save.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def tally(results: dict) -> dict[tuple[str, str], tuple[int, int]]:
+    """(measurement, policy) -> (right, of)."""
+    counts: dict[tuple[str, str], tuple[int, int]] = {}
+    for key, right in results["cases"].items():
+        _, name, policy = key.split(" | ")
+        a, b = counts.get((name, policy), (0, 0))
+        counts[name, policy] = (a + right, b + 1)
+    return counts
+
+
+def tables(results: dict, device: dict) -> str:
+    """The card's measured part, in markdown."""
+    counts = tally(results)
+
+    def cell(name: str, policy: str = "exact") -> str:
+        right, of = counts.get((name, policy), (0, 0))
+        return f"{right} of {of}" if of else "-"
+
+    bits, perplexity = results["held_out_bits_per_byte"], results["held_out_perplexity"]
+    lines = [
+        "| what | mlx_kda on a CPU, bfloat16 | PyTorch on one H200, bfloat16 |",
+        "|---|---|---|",
+        f"| glosses of common nouns, word for word | {cell('glosses')} | "
+        f"{device['glosses']:.1%} of {device['counts']['glosses']:,} |",
+        f"| facts told earlier in a conversation | {cell('facts')} | "
+        f"{device['facts']:.0%} of {device['counts']['facts']} |",
+        f"| number looked up in a list of pairs | {cell('pairs')} | "
+        f"{device['pairs']:.0%} of {device['counts']['pairs']} |",
+        f"| held-out text (Book of Ruth) | {bits:.3f} bits a byte, perplexity "
+        f"{perplexity:.1f} a token | {device['held_out_bits_per_byte']:.3f} bits a byte |",
+        "",
+        "Pass key found, by length of the prompt in tokens (trained up to 8,192):",
+        "",
+    ]
+    lengths = sorted(int(n) for n in device["pass_key"])
+    policies = list(dict.fromkeys(policy for policy, _ in PASS_KEYS))
+    lines.append("| prompt | exact, H200 | " + " | ".join(f"{p}, CPU" for p in policies) + " |")
+    lines.append("|---|---|" + "---|" * len(policies))
+    for length in lengths:
+        share = device["pass_key"][str(length)]
+        row = [f"{length:,}", f"{share:.0%} of {device['counts']['pass_key'][str(length)]}"]
+        row += [cell(f"pass key {length}", policy) for policy in policies]
+        lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
+def write_card(card: Path, text: str) -> None:
+    """Replace what stands between the marks of the card."""
+    old = card.read_text(encoding="utf-8")
+    before, rest = old.split(BEGIN)
+    after = rest.split(END)[1]
+    temporary = card.with_suffix(".tmp")
+    temporary.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+    temporary.rename(card)
+
+
+def main() -> None:
+    """Measure, then write the card."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data", type=Path, help="folder made by prepare.py; needed to measure")
+    parser.add_argument("--folder", type=Path, default=HERE.parent / "tiny-kimi-linear")
+    parser.add_argument("--minutes", type=float, default=0.0, help="0: only write the card")
+    args = parser.parse_args()
+    record = HERE / "results.json"
+    results = json.loads(record.read_text()) if record.exists() else {}
+    if args.minutes and args.data:
+        measure(args.folder, Corpus(args.data), results, args.minutes, record)
+    device = json.loads((HERE / "device.json").read_text())
+    write_card(args.folder / "README.md", tables(results, device))
+
+
+if __name__ == "__main__":
+    main()
