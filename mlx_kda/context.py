@@ -126,13 +126,13 @@ class Context:
             if last:
                 self.logits = self._last_logits(mx.array(chunk))
                 finite = mx.isfinite(self.logits).all()
-                mx.eval(self.logits, finite, self._states())
-                _check_finite(finite, len(self.tokens) + len(chunk))
+                mx.eval(self.logits, finite, self.states())
+                check_finite(finite, len(self.tokens) + len(chunk))
             else:
                 self.logits = None
                 # Logits that nobody evaluates cost nothing.
                 self.model(mx.array([chunk]), cache=self.cache)
-                mx.eval(self._states())
+                mx.eval(self.states())
             self.tokens += chunk
 
     def _checkpoint_on_the_way(self, stops: Collection[int], every: int | None) -> None:
@@ -241,8 +241,8 @@ class Context:
                     history = mx.concatenate([history, token])
                 finite_ahead = mx.isfinite(self.logits).all()
                 ahead = sampling.draw(self.logits, history, len(self.tokens) + 1)
-                mx.async_eval(ahead, finite_ahead, self._states())
-                _check_finite(finite, len(self.tokens))
+                mx.async_eval(ahead, finite_ahead, self.states())
+                check_finite(finite, len(self.tokens))
                 self.tokens.append(token.item())
             yield self.tokens[-1]
             token, finite = ahead, finite_ahead
@@ -258,7 +258,8 @@ class Context:
             self.model(tokens[None, :-1], cache=self.cache)
         return self.model(tokens[None, -1:], cache=self.cache)[:, -1, :]
 
-    def _states(self) -> list[Any]:
+    def states(self) -> list[Any]:
+        """Every array of the cache, to be evaluated with a step."""
         # All of them, every step: a lazy counter left behind is a graph that never ends.
         return [layer.state for layer in self.cache if not layer.empty()]
 
@@ -295,7 +296,8 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
     return next(i for i in range(n) if a[i] != b[i])
 
 
-def _check_finite(finite: mx.array, position: int) -> None:
+def check_finite(finite: mx.array, position: int) -> None:
+    """Raise NonFiniteLogits unless ``finite``, a bool of no dimensions, is true."""
     if not finite.item():
         raise NonFiniteLogits(
             f"the model's logits are not finite after {position:,} tokens: the weights are "

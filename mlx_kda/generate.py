@@ -8,15 +8,17 @@ ahead, and which says what the cache holds when an iterator is closed early.
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_kda.context import PREFILL_STEP, Context, LogitsProcessor, Progress, Sampler
+from mlx_kda import lookup
+from mlx_kda.context import PREFILL_STEP, Context, Progress
 from mlx_kda.errors import UserError
+from mlx_kda.sampling import LogitsProcessor, Sampler, Sampling
 
 
 @dataclass
@@ -24,6 +26,8 @@ class Statistics:
     """What a generation has cost so far. Seconds are wall clock, memory is in bytes.
 
     ``prompt_tokens`` = ``reused_tokens`` (in the context before) + ``prefilled_tokens``.
+    ``drafted_tokens`` were guessed by speculation and ``accepted_tokens`` of them were right.
+    ``policy`` is what the context keeps of its latents, ``cache_bytes`` what that takes now.
     ``peak_memory`` is MLX's own peak where it keeps one, else the process's largest resident
     size; ``peak_memory_source`` says which ("mlx" or "process").
     """
@@ -34,6 +38,10 @@ class Statistics:
     prompt_seconds: float = 0.0
     generation_tokens: int = 0
     generation_seconds: float = 0.0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    policy: str = "exact"
+    cache_bytes: int = 0
     peak_memory: int = 0
     peak_memory_source: str = "mlx"
     finish_reason: str | None = None
@@ -48,14 +56,20 @@ class Statistics:
         """Tokens generated a second."""
         return self.generation_tokens / self.generation_seconds if self.generation_seconds else 0.0
 
-    def measure_memory(self) -> None:
-        """Take the peak up to now."""
+    @property
+    def acceptance(self) -> float | None:
+        """Share of the guessed tokens that were right, None where none was guessed."""
+        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None
+
+    def measure_memory(self, context: Context) -> None:
+        """Take the peak up to now and the size of the context."""
         self.peak_memory, self.peak_memory_source = peak_memory()
+        self.policy, self.cache_bytes = str(context.policy), context.nbytes
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it, the two rates too, for JSON."""
+        """All of it, the rates too, for JSON."""
         rates = {"prompt_tps": self.prompt_tps, "generation_tps": self.generation_tps}
-        return {**asdict(self), **rates}
+        return {**asdict(self), **rates, "acceptance": self.acceptance}
 
 
 @dataclass(frozen=True)
@@ -97,13 +111,15 @@ def decode_text(
     logits_processors: Sequence[LogitsProcessor] = (),
     stop_ids: Sequence[int] | None = None,
     seed: int | None = None,
+    speculate: bool = False,
     statistics: Statistics | None = None,
 ) -> Iterator[Piece]:
     """Go on from what ``context`` has absorbed and yield a piece for every token.
 
     Ends at the first token in ``stop_ids`` (by id; default: all the tokenizer's end tokens;
-    an empty list stops at none) or after ``max_tokens``. ``statistics`` is written as it goes;
-    each piece holds a copy.
+    an empty list stops at none) or after ``max_tokens``. ``speculate`` verifies guesses by
+    ``lookup``: the same tokens, in fewer passes where the text repeats itself. ``statistics`` is
+    written as it goes; each piece holds a copy.
     """
     statistics = Statistics() if statistics is None else statistics
     stops = frozenset(tokenizer.eos_token_ids if stop_ids is None else stop_ids)
@@ -113,9 +129,14 @@ def decode_text(
     if context.room is not None:
         max_tokens = min(max_tokens, context.room)
     start = time.perf_counter()
-    tokens = context.decode(
-        max_tokens, sampler=sampler, logits_processors=logits_processors, seed=seed
-    )
+    acceptance = lookup.Acceptance()
+    if speculate:
+        sampling = Sampling(sampler, logits_processors, seed)
+        tokens = lookup.decode(context, max_tokens, sampling, acceptance)
+    else:
+        tokens = context.decode(
+            max_tokens, sampler=sampler, logits_processors=logits_processors, seed=seed
+        )
     for token in tokens:
         if token not in hidden:
             detokenizer.add_token(token)
@@ -127,13 +148,15 @@ def decode_text(
         if statistics.finish_reason is not None:
             detokenizer.finalize()
         statistics.generation_seconds = time.perf_counter() - start
-        statistics.measure_memory()
+        statistics.drafted_tokens = acceptance.drafted
+        statistics.accepted_tokens = acceptance.accepted
+        statistics.measure_memory(context)
         yield Piece(detokenizer.last_segment, token, replace(statistics))
         if statistics.finish_reason is not None:
             tokens.close()
             return
     statistics.finish_reason = "length"
-    statistics.measure_memory()
+    statistics.measure_memory(context)
 
 
 def stream_generate(
@@ -148,7 +171,10 @@ def stream_generate(
     context: Context | None = None,
     stop_ids: Sequence[int] | None = None,
     seed: int | None = None,
+    speculate: bool = False,
     progress: Progress | None = None,
+    stops: Collection[int] = (),
+    every: int | None = None,
     statistics: Statistics | None = None,
 ) -> Iterator[Piece]:
     """Prefill ``prompt`` and yield what the model says, piece by piece.
@@ -156,8 +182,8 @@ def stream_generate(
     A text prompt is encoded by the tokenizer as it stands, without a chat template. With a
     ``context`` the prompt goes on from what that has absorbed. Raises UserError for an empty
     prompt, a negative ``max_tokens`` and a prompt longer than the model's context at once,
-    and NonFiniteLogits from the iterator. See ``Context`` for what the cache holds when the
-    iterator is closed early.
+    and NonFiniteLogits from the iterator. See ``Context.prefill`` for ``stops`` and ``every``, and
+    ``Context`` for what the cache holds when the iterator is closed early.
     """
     context = Context(model) if context is None else context
     statistics = Statistics() if statistics is None else statistics
@@ -176,7 +202,7 @@ def stream_generate(
 
     def pieces() -> Iterator[Piece]:
         start = time.perf_counter()
-        context.prefill(ids, step=prefill_step, progress=progress)
+        context.prefill(ids, step=prefill_step, progress=progress, stops=stops, every=every)
         statistics.prefilled_tokens = len(ids)
         statistics.prompt_seconds = time.perf_counter() - start
         yield from decode_text(
@@ -187,6 +213,7 @@ def stream_generate(
             logits_processors=logits_processors,
             stop_ids=stop_ids,
             seed=seed,
+            speculate=speculate,
             statistics=statistics,
         )
 

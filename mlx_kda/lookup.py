@@ -1,0 +1,137 @@
+"""Speculative decoding without a draft model: guess that the text repeats itself.
+
+The last tokens are looked up earlier in the text; what followed them there is guessed to follow
+again, and one forward pass over the guess says how far it is right. Every token is drawn from the
+model's own logits as in plain decoding, so the text is the same; where rounding alone decides
+between two tokens, a pass over several rows may round otherwise than one over a single row.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_kda.cache import marks
+from mlx_kda.context import CLEAR_EVERY, Context, check_finite
+from mlx_kda.errors import UserError
+from mlx_kda.sampling import Sampling
+
+MOST = 7  # guessed tokens verified in one pass
+NGRAMS = (4, 3, 2)  # lengths of the ending that is looked up, the longest first
+SPAN = 65_536  # tokens back from the end that are searched
+# Tokens read again with the next guess after a wrong one; beyond, they are read once and for all.
+REPLAY = 8
+
+
+@dataclass
+class Acceptance:
+    """What speculation came to: tokens guessed, guesses that were right, forward passes."""
+
+    drafted: int = 0
+    accepted: int = 0
+    passes: int = 0
+
+
+class Index:
+    """Where each ending of a text has occurred last before, kept up to date token by token."""
+
+    def __init__(self, tokens: Sequence[int]):
+        self.tokens: list[int] = []
+        self._after: dict[tuple[int, ...], int] = {}
+        for token in tokens:
+            self.append(token)
+
+    def append(self, token: int) -> None:
+        # An ending is entered once its next token is known: it never finds itself.
+        end = len(self.tokens)
+        for n in NGRAMS:
+            if end >= n:
+                self._after[tuple(self.tokens[end - n :])] = end
+        self.tokens.append(token)
+
+    def guess(self, most: int) -> list[int]:
+        """Up to ``most`` tokens that followed the longest known ending of the text."""
+        for n in NGRAMS:
+            if len(self.tokens) >= n:
+                at = self._after.get(tuple(self.tokens[-n:]))
+                if at is not None:
+                    return self.tokens[at : at + most]
+        return []
+
+
+def decode(
+    context: Context,
+    max_tokens: int,
+    sampling: Sampling,
+    acceptance: Acceptance,
+    most: int = MOST,
+) -> Iterator[int]:
+    """Yield what ``context.decode`` yields, with fewer passes where the text repeats itself.
+
+    While the iterator is open the context's cache runs ahead of its tokens or behind; once it is
+    closed or at its end the context has absorbed exactly the tokens yielded.
+    """
+    if context.logits is None:
+        raise UserError("nothing to go on from: prefill at least one token")
+    marks.check(context.cache)
+    if context.room is not None:
+        max_tokens = min(max_tokens, context.room)
+    if max_tokens <= 0:
+        return
+    index = Index(context.tokens[-SPAN:])
+    anchor = marks.mark(context.cache)
+    since: list[int] = []  # yielded after the anchor
+    check_finite(mx.isfinite(context.logits).all(), len(context.tokens))
+    token = sampling.draw(context.logits, mx.array(context.tokens), len(context.tokens)).item()
+    left = max_tokens
+    try:
+        while True:
+            since.append(token)
+            index.append(token)
+            left -= 1
+            yield token
+            if not left:
+                return
+            guess = index.guess(min(most, left - 1)) if len(since) <= REPLAY else []
+            logits, drawn = _verify(context, since, guess, sampling)
+            right = next((i for i, t in enumerate(guess) if drawn[i] != t), len(guess))
+            acceptance.drafted += len(guess)
+            acceptance.accepted += right
+            acceptance.passes += 1
+            if acceptance.passes % CLEAR_EVERY == 0:
+                mx.clear_cache()
+            for token in guess[:right]:
+                since.append(token)
+                index.append(token)
+                left -= 1
+                yield token
+            token = drawn[right]
+            if right == len(guess):
+                context.tokens += since
+                context.logits = logits
+                anchor, since = marks.mark(context.cache), []
+            else:
+                marks.restore(context.cache, anchor)
+    finally:
+        if since:
+            marks.restore(context.cache, anchor)
+            context.prefill(since)
+
+
+def _verify(
+    context: Context, since: list[int], guess: list[int], sampling: Sampling
+) -> tuple[mx.array, list[int]]:
+    """Logits after everything, and the token drawn after ``since`` and after each guess."""
+    out = context.model(mx.array([since + guess]), cache=context.cache)[0]
+    rows = [out[i : i + 1] for i in range(len(since) - 1, len(since) + len(guess))]
+    known = context.tokens + since
+    drawn = [
+        sampling.draw(
+            row, mx.array(known + guess[:i]) if sampling.processors else None, len(known) + i
+        )
+        for i, row in enumerate(rows)
+    ]
+    finite = mx.isfinite(out).all()
+    mx.eval(drawn, finite, rows[-1], context.states())
+    check_finite(finite, len(known))
+    return rows[-1], [token.item() for token in drawn]
