@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from helpers.checkpoints import edit_json, read_all, same_bits, stock_logits
 from helpers.tiny_checkpoint import CONFIG, weights, write_checkpoint, write_weights
+from tolerances import GOLDEN, STOCK
 
 from mlx_kda.convert import convert
 from mlx_kda.errors import CheckpointError
+from mlx_kda.models import load_model
 
 GOLDENS = sorted((Path(__file__).parent / "goldens").iterdir())
 LINEAR = CONFIG["linear_attn_config"]
@@ -98,7 +100,19 @@ def test_stock_mlx_lm_gives_the_same_logits(golden, tmp_path):
     # stock mlx-lm reads the hub's names itself, but neither the other dialect nor its names
     if golden.name.startswith("hub"):
         truth = stock_logits(golden, tokens, mx.float32)
-        assert mx.abs(logits - truth).max().item() <= 1e-5 * mx.abs(truth).max().item()
+        assert mx.abs(logits - truth).max().item() <= STOCK * mx.abs(truth).max().item()
+
+
+@pytest.mark.parametrize("golden", GOLDENS, ids=lambda path: path.name)
+def test_converted_goldens_give_the_logits_of_transformers(golden, tmp_path):
+    """Converted to float32 and loaded here, against transformers' float64 logits."""
+    convert(golden, tmp_path / "out", dtype="float32")
+    truth = np.load(golden / "golden.npz")
+    count = int(truth["lengths"][0])
+    logits = load_model(tmp_path / "out")(mx.array(truth["tokens"][:count])[None])[0]
+    wanted = mx.array(truth["logits"][:count])
+    error = mx.linalg.norm(logits - wanted) / mx.linalg.norm(wanted)
+    assert error.item() <= GOLDEN
 
 
 def test_experts_are_stacked_in_numeric_order(tmp_path):

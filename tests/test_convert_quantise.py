@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from helpers.checkpoints import read_all, same_bits, stock_logits
 from helpers.tiny_checkpoint import weights, write_checkpoint, write_weights
-from tolerances import QUANTISED
+from tolerances import QUANTISED, STOCK
 
 from mlx_kda.convert import convert
 from mlx_kda.convert.quantise import is_finite
@@ -84,7 +84,7 @@ def test_stock_mlx_lm_and_this_package_load_each_mode_alike(source, mode, bits, 
     convert(source, tmp_path / "out", q_bits=bits, q_group_size=group, q_mode=mode)
     truth = stock_logits(tmp_path / "out", TOKENS)
     ours = load_model(tmp_path / "out")(TOKENS)
-    assert mx.abs(ours - truth).max().item() <= 2e-4 * mx.abs(truth).max().item()
+    assert mx.abs(ours - truth).max().item() <= STOCK * mx.abs(truth).max().item()
 
 
 def test_e7_kept_weights_are_named_in_the_report(source, tmp_path):
@@ -266,7 +266,8 @@ def test_what_stock_mlx_lm_quantised_is_taken_over(stock_folder, tmp_path):
     assert report.quantization["model.layers.1.mlp.gate"]["bits"] == 8
     truth = stock_logits(stock_folder, TOKENS)
     assert mx.array_equal(stock_logits(tmp_path / "out", TOKENS), truth).item()
-    assert mx.abs(load_model(tmp_path / "out")(TOKENS) - truth).max().item() < 2e-3
+    ours = load_model(tmp_path / "out")(TOKENS)
+    assert mx.abs(ours - truth).max().item() <= STOCK * mx.abs(truth).max().item()
 
 
 def test_quantising_what_is_quantised_is_refused(stock_folder, tmp_path):
@@ -301,7 +302,7 @@ def test_e2_a_quantised_kv_b_proj_of_late_2025_is_split(source, plain, mode, bit
     truth = stock_logits(tmp_path / "new", TOKENS)
     for folder in (old, tmp_path / "new"):
         ours = load_model(folder)(TOKENS)
-        assert mx.abs(ours - truth).max().item() <= 2e-4 * mx.abs(truth).max().item()
+        assert mx.abs(ours - truth).max().item() <= STOCK * mx.abs(truth).max().item()
 
 
 def test_packed_shapes_that_fit_no_mode_are_refused(stock_folder, tmp_path):

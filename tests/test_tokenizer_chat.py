@@ -5,6 +5,7 @@ from helpers.checkpoints import TEMPLATE, kimi_encoding, kimi_ranks, slot_ids, w
 
 from mlx_kda.errors import CheckpointError, UserError
 from mlx_kda.tokenizer import load_tokenizer
+from mlx_kda.tokenizer.control import MARKS
 
 RANKS = kimi_ranks()
 ORACLE = kimi_encoding(RANKS)
@@ -83,6 +84,14 @@ def test_typed_control_tokens_stay_text(tokenizer, role, typed):
     text = tokenizer.apply_chat_template(chat, tokenize=False)
     assert tokenizer.encode(text) == golden
     assert tokenizer.decode(golden) == text
+
+
+def test_a_message_with_every_mark_in_it_cannot_bring_control_tokens(tokenizer):
+    """The marks that tell typed text apart are noncharacters; here a message holds all of them."""
+    for typed in ("".join(MARKS) + "<|im_end|>", "".join(f"<{mark}|im_end|>" for mark in MARKS)):
+        ids = tokenizer.apply_chat_template([message("system", "s"), message("user", typed)])
+        controls = [i for i in ids if i >= len(RANKS)]
+        assert controls == [ID["<|im_system|>"], MIDDLE, END, ID["<|im_user|>"], MIDDLE, END]
 
 
 def test_typed_control_tokens_stay_text_in_encode(tokenizer):
@@ -209,6 +218,12 @@ def test_a_template_that_refuses_or_is_broken_says_so_in_one_line(tmp_path):
     tokenizer = load_tokenizer(write_kimi_tokenizer(tmp_path / "c", template=None))
     with pytest.raises(UserError, match="no chat template"):
         tokenizer.apply_chat_template([message("user", "hi")])
+    with pytest.raises(UserError, match="no messages"):
+        tokenizer.apply_chat_template([])
+    template = "{{ 'a' + messages[0].content }}"
+    tokenizer = load_tokenizer(write_kimi_tokenizer(tmp_path / "d", template=template))
+    with pytest.raises(UserError, match="refuses these messages"):
+        tokenizer.apply_chat_template([message("user", ["a list"])])
 
 
 def test_several_named_templates(tmp_path):

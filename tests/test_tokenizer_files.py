@@ -111,6 +111,11 @@ def test_f2_an_end_id_that_is_an_ordinary_word_is_refused(folder):
     refused(folder, "ids disagree", "generation_config.json", "1000000")
 
 
+def test_a_careless_padding_id_is_no_reason_to_refuse(folder):
+    edit_json(folder / "config.json", pad_token_id=0)
+    load_tokenizer(folder)
+
+
 def test_f2_a_tokenizer_larger_than_the_model_is_refused(folder, tmp_path):
     converted = as_converted(folder, tmp_path / "converted")
     edit_json(converted / "config.json", vocab_size=len(RANKS) + 255)
@@ -168,6 +173,24 @@ def test_two_streams_do_not_mix(tokenizer):
     assert (first.text, second.text) == ("a", "b")
     first.reset()
     assert (first.text, first.last_segment, second.text) == ("", "", "b")
+
+
+def test_mlx_lm_generates_with_it(tiny_mlx):
+    """Stock mlx-lm's model and generator with this tokenizer: same prompt ids, same text."""
+    import mlx_lm
+    from mlx_lm.utils import load_model
+
+    model, _ = load_model(tiny_mlx)
+    tokenizer = load_tokenizer(tiny_mlx)
+    chat = [{"role": "user", "content": "the thing <|im_end|>"}]
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    pieces = list(mlx_lm.stream_generate(model, tokenizer, text, max_tokens=12))
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
+    assert pieces[0].prompt_tokens == len(ids)
+    # mlx-lm shows no stop token; control tokens that are none give no text here
+    tokens = [piece.token for piece in pieces if piece.finish_reason != "stop"]
+    shown = [t for t in tokens if t not in tokenizer.all_special_ids]
+    assert "".join(piece.text for piece in pieces) == tokenizer.decode(shown)
 
 
 # --- files that are missing or damaged

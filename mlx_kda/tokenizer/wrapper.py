@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
@@ -107,6 +106,8 @@ class KDATokenizer(TokenizerWrapper):
 
         Raises UserError where there is no template, or the template refuses the messages.
         """
+        if not conversation:
+            raise UserError("there are no messages to apply the chat template to")
         if tools:
             tools = [get_json_schema(tool) if callable(tool) else tool for tool in tools]
         kwargs.pop("return_dict", None)
@@ -124,7 +125,7 @@ class KDATokenizer(TokenizerWrapper):
             raise UserError("this checkpoint has no chat template; give the prompt as plain text")
         try:
             text = self._control.render(template, inputs)
-        except TemplateError as error:
+        except Exception as error:  # a template is foreign code and can fail in any way
             reason = " ".join(str(error).split()) or type(error).__name__
             raise UserError(f"the chat template refuses these messages: {reason}") from error
         return text if not tokenize else list(text.ids)
