@@ -61,6 +61,21 @@ def kda_chunk_ref(
     p = Problem.read(q, k, v, g, beta, scale, state, lengths, erase)
     if chunk not in CHUNKS:
         raise ValueError(f"chunk must be one of {CHUNKS}, got {chunk}")
+    return run(p, q, k, v, g, beta, state, lengths, chunk)
+
+
+def run(
+    p: Problem,
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    g: mx.array | None,
+    beta: mx.array,
+    state: mx.array | None,
+    lengths: mx.array | None,
+    chunk: int = 16,
+) -> tuple[mx.array, mx.array]:
+    """`kda_chunk_ref` for arguments that were checked."""
     S = p.initial_state(state)
     if p.T == 0:
         return mx.zeros((p.B, 0, p.Hv, p.Dv), dtype=p.dtype), S

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import mlx.core as mx
 
-from .chunked import kda_chunk_ref
+from . import chunked, reference, stepwise
 from .problem import Problem
-from .reference import kda_ref
-from .stepwise import kda_step
 
 # Measured on the CPU build: below this many tokens a chunk costs more than its tokens one by one.
 _CHUNK_FROM = 16
@@ -16,9 +15,9 @@ _CHUNK_FROM = 16
 _SMALL_STATE = 8 * 128 * 128
 
 _OPS: dict[str, Callable] = {
-    "reference": kda_ref,
-    "step": kda_step,
-    "chunk": kda_chunk_ref,
+    "reference": reference.run,
+    "step": stepwise.run,
+    "chunk": chunked.run,
 }
 _KERNELS = ("kda_recurrent", "kda_chunk")
 PATHS = ("auto", *_OPS, *_KERNELS)
@@ -76,11 +75,11 @@ def kda(
         ValueError: a shape, dtype or path that does not fit, named.
         UserError: a kernel on a machine that cannot run it.
     """
-    options = {"scale": scale, "lengths": lengths, "erase": erase}
-    choice = explain(q, k, v, g, beta, state=state, path=path, runner=runner, **options)
+    p = Problem.read(q, k, v, g, beta, scale, state, lengths, erase)
+    choice = _choose(p, path, runner)
     if choice.path in _OPS:
-        return _OPS[choice.path](q, k, v, g, beta, state=state, **options)
-    return _by_kernel(choice.path, runner, q, k, v, g, beta, state, options)
+        return _OPS[choice.path](p, q, k, v, g, beta, state, lengths)
+    return _by_kernel(choice.path, runner, p, q, k, v, g, beta, state, lengths)
 
 
 def explain(
@@ -103,7 +102,16 @@ def explain(
         ValueError: a shape, dtype or path that does not fit, named; a kernel asked for that has
             no instantiation for these arguments, with the reason.
     """
-    p = Problem.read(q, k, v, g, beta, scale, state, lengths, erase)
+    return _choose(Problem.read(q, k, v, g, beta, scale, state, lengths, erase), path, runner)
+
+
+def _choose(p: Problem, path: str, runner: str) -> Choice:
+    return _choose_on(p, path, runner, mx.default_device().type)
+
+
+# A decode step asks the same question every time, and finding the words takes longer than a hash.
+@lru_cache(maxsize=1024)
+def _choose_on(p: Problem, path: str, runner: str, device: mx.DeviceType) -> Choice:
     if path not in PATHS:
         raise ValueError(f"path must be one of {', '.join(PATHS)}, got {path!r}")
     if path in _KERNELS:
@@ -149,18 +157,20 @@ def _fits(path: str, p: Problem) -> tuple[bool, str]:
 def _by_kernel(
     path: str,
     runner: str,
+    p: Problem,
     q: mx.array,
     k: mx.array,
     v: mx.array,
     g: mx.array | None,
     beta: mx.array,
     state: mx.array | None,
-    options: dict,
+    lengths: mx.array | None,
 ) -> tuple[mx.array, mx.array]:
     """Run a kernel so that its gradient is that of the chunkwise operations."""
     from ..kernels import chunk, recurrent
 
     run = chunk.kda_chunk if path == "kda_chunk" else recurrent.kda_recurrent
+    options = {"scale": p.scale, "lengths": lengths, "erase": p.erase, "runner": runner}
     given = [x for x in (g, state) if x is not None]
 
     def spread(arrays):
@@ -171,13 +181,13 @@ def _by_kernel(
     @mx.custom_function
     def forward(*arrays):
         inputs, S = spread(arrays)
-        return run(*inputs, state=S, runner=runner, **options)
+        return run(*inputs, state=S, **options)
 
     @forward.vjp
     def backward(primals, cotangents, _):
         def ops(*arrays):
             inputs, S = spread(arrays)
-            return kda_chunk_ref(*inputs, state=S, **options)
+            return chunked.run(p, *inputs, S, lengths)
 
         return mx.vjp(ops, list(primals), list(cotangents))[1]
 

@@ -87,8 +87,8 @@ def _same(name: str, x: mx.array, shape: tuple[int, ...], what: str) -> None:
 def prepare(
     p: Problem, q: mx.array, k: mx.array, v: mx.array, g: mx.array | None, beta: mx.array
 ) -> tuple[mx.array, mx.array, mx.array, mx.array | None, mx.array]:
-    """float32 (scale * q, k, v, a, beta) with Hv heads each; a = exp(g), [B, T, Hv, Dk or 1]."""
-    q, k, v, beta = (x.astype(mx.float32) for x in (q, k, v, beta))
+    """float32 (scale * q, k, v, a, beta), each [B, T, Hv, .]; a = exp(g) or None, beta has width 1."""
+    q, k, v, beta = (x.astype(mx.float32) for x in (q, k, v, beta[..., None]))
     q = q * p.scale
     if p.Hv > p.H:
         q, k = (mx.repeat(x, p.Hv // p.H, axis=2) for x in (q, k))
@@ -103,5 +103,5 @@ def keep_inside(
     """(state, output) after token t: rows that ended before t keep the old state and output 0."""
     if lengths is None:
         return new, o
-    inside = (t < lengths)[:, None, None]
-    return mx.where(inside[..., None], new, old), mx.where(inside, o, 0.0)
+    inside = (t < lengths)[:, None, None, None]
+    return mx.where(inside, new, old), mx.where(inside, o, 0.0)

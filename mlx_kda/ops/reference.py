@@ -44,19 +44,39 @@ def kda_ref(
         ValueError: a shape or dtype that does not fit, named.
     """
     p = Problem.read(q, k, v, g, beta, scale, state, lengths, erase)
+    return run(p, q, k, v, g, beta, state, lengths)
+
+
+def run(
+    p: Problem,
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    g: mx.array | None,
+    beta: mx.array,
+    state: mx.array | None,
+    lengths: mx.array | None,
+) -> tuple[mx.array, mx.array]:
+    """`kda_ref` for arguments that were checked."""
     S = p.initial_state(state)
     if p.T == 0:
         return mx.zeros((p.B, 0, p.Hv, p.Dv), dtype=p.dtype), S
 
     q, k, v, a, beta = prepare(p, q, k, v, g, beta)
+    # One row vector of keys or one column vector of values a token and head.
+    rows = [mx.split(x.swapaxes(1, 2), p.T, axis=2) for x in (q, k)]
+    columns = [
+        mx.split(x, p.T, axis=3) for x in (v.transpose(0, 2, 3, 1), beta.transpose(0, 2, 3, 1))
+    ]
+    decays = [None] * p.T if a is None else mx.split(a.swapaxes(1, 2), p.T, axis=2)
     outputs = []
-    for t in range(p.T):
-        key, query = k[:, t, :, None], q[:, t, :, None]  # rows, against [B, Hv, Dv, Dk]
-        new = S if a is None else S * a[:, t, :, None]
-        e = v[:, t] - (new * key).sum(axis=-1) if erase else v[:, t]
-        e = beta[:, t, :, None] * e
-        new = new + e[..., None] * key
-        o = (new * query).sum(axis=-1)
+    for t, (q_t, k_t, v_t, beta_t, a_t) in enumerate(zip(*rows, *columns, decays, strict=True)):
+        new = S if a_t is None else S * a_t
+        e = v_t - (new * k_t).sum(axis=-1, keepdims=True) if p.erase else v_t
+        e = beta_t * e
+        new = new + e * k_t
+        o = (new * q_t).sum(axis=-1, keepdims=True)
         S, o = keep_inside(lengths, t, S, new, o)
         outputs.append(o)
-    return mx.stack(outputs, axis=1).astype(p.dtype), S
+    o = outputs[0] if p.T == 1 else mx.concatenate(outputs, axis=3)  # [B, Hv, Dv, T]
+    return o.transpose(0, 3, 1, 2).astype(p.dtype), S

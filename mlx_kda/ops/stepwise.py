@@ -29,6 +29,20 @@ def kda_step(
     product one of row-major matrices; values and shape are the public ones.
     """
     p = Problem.read(q, k, v, g, beta, scale, state, lengths, erase)
+    return run(p, q, k, v, g, beta, state, lengths)
+
+
+def run(
+    p: Problem,
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    g: mx.array | None,
+    beta: mx.array,
+    state: mx.array | None,
+    lengths: mx.array | None,
+) -> tuple[mx.array, mx.array]:
+    """`kda_step` for arguments that were checked."""
     S = p.initial_state(state)
     if p.T == 0:
         return mx.zeros((p.B, 0, p.Hv, p.Dv), dtype=p.dtype), S
@@ -36,15 +50,21 @@ def kda_step(
 
     q, k, v, a, beta = prepare(p, q, k, v, g, beta)
     kq = (q * k).sum(axis=-1, keepdims=True)
-    rows = mx.stack([k, q] if a is None else [k * a, q * a], axis=-2)  # [B, T, Hv, 2, Dk]
+    pairs = mx.stack([k, q] if a is None else [k * a, q * a], axis=3).swapaxes(1, 2)
+    past = mx.split(pairs, p.T, axis=2)  # [B, Hv, 1, 2, Dk] a token
+    rows = [mx.split(x.swapaxes(1, 2), p.T, axis=2) for x in (v, beta, kq)]
+    columns = mx.split(k.transpose(0, 2, 3, 1), p.T, axis=3)
+    decays = [None] * p.T if a is None else mx.split(a.transpose(0, 2, 3, 1), p.T, axis=3)
     outputs = []
-    for t in range(p.T):
-        past = rows[:, t] @ S
-        e = v[:, t] - past[..., 0, :] if erase else v[:, t]
-        e = beta[:, t, :, None] * e
-        o = past[..., 1, :] + e * kq[:, t]
-        new = S if a is None else S * a[:, t, ..., None]
-        new = new + k[:, t, ..., None] * e[..., None, :]
+    steps = zip(past, *rows, columns, decays, strict=True)
+    for t, (pair, v_t, beta_t, kq_t, k_t, a_t) in enumerate(steps):
+        reads = pair.squeeze(2) @ S
+        predicted, r = mx.split(reads, 2, axis=2)
+        e = beta_t * (v_t - predicted if p.erase else v_t)
+        o = r + e * kq_t
+        new = S if a_t is None else S * a_t
+        new = new + k_t * e
         S, o = keep_inside(lengths, t, S, new, o)
         outputs.append(o)
-    return mx.stack(outputs, axis=1).astype(p.dtype), S.swapaxes(-1, -2)
+    o = outputs[0] if p.T == 1 else mx.concatenate(outputs, axis=2)
+    return o.swapaxes(1, 2).astype(p.dtype), S.swapaxes(-1, -2)
