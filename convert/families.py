@@ -63,5 +63,8 @@ def map_checkpoint(
         raise CheckpointError(
             f"the source is quantised ({method}); convert the unquantised checkpoint instead"
         )
-    config = KimiLinearConfig.from_dict(raw)
+    try:
+        config = KimiLinearConfig.from_dict(raw)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"config.json holds a value of a wrong kind: {error}") from error
     return config, kimi_linear.map_tensors(config, tensors)

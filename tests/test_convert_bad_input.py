@@ -83,6 +83,11 @@ def test_a_damaged_config(source, tmp_path, text, word):
         ({"num_hidden_layers": 5}, ("layer",)),
         ({"quantization_config": {"quant_method": "compressed-tensors"}}, ("compressed-tensors",)),
         ({"quantization_config": {"quant_method": "fp8"}}, ("fp8",)),
+        ({"rms_norm_eps": "small"}, ("config.json",)),
+        ({"linear_attn_config": {"kda_layers": "all"}}, ("config.json",)),
+        ({"linear_attn_config": 5}, ("config.json",)),
+        ({"vocab_size": "many"}, ("vocab_size",)),
+        ({"eos_token_id": "x"}, ("eos_token_id",)),
     ],
 )
 def test_a_config_that_asks_for_what_is_not_built(source, tmp_path, change, words):

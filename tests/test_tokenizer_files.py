@@ -116,6 +116,15 @@ def test_a_careless_padding_id_is_no_reason_to_refuse(folder):
     load_tokenizer(folder)
 
 
+@pytest.mark.parametrize("value", ["163586", [["x"]], True, 2.5, {"id": 1}])
+def test_an_end_id_that_is_no_id_is_refused(folder, value):
+    for name in ("config.json", "generation_config.json"):
+        before = (folder / name).read_text()
+        edit_json(folder / name, eos_token_id=value)
+        refused(folder, "eos_token_id")
+        (folder / name).write_text(before)
+
+
 def test_f2_a_tokenizer_larger_than_the_model_is_refused(folder, tmp_path):
     converted = as_converted(folder, tmp_path / "converted")
     edit_json(converted / "config.json", vocab_size=len(RANKS) + 255)
@@ -238,6 +247,9 @@ def test_damaged_ranks_are_named(folder, line, word):
     ("changes", "words"),
     [
         ({"eos_token": "<eos>"}, ("eos_token", "<eos>", "no id")),
+        ({"bos_token": 5}, ("tokenizer_config.json", "5")),
+        ({"eos_token": {"content": []}}, ("tokenizer_config.json", "[]")),
+        ({"chat_template": 5}, ("chat_template", "5")),
         ({"added_tokens_decoder": {"x": {"content": "a"}}}, ("added_tokens_decoder", "'x'")),
         ({"added_tokens_decoder": {"1010": {"name": "a"}}}, ("added_tokens_decoder", "'1010'")),
         ({"added_tokens_decoder": {"1010": 7}}, ("added_tokens_decoder", "'1010'")),

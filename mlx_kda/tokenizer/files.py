@@ -77,12 +77,18 @@ def read_template(folder: Path, config: dict[str, Any]) -> str | list | dict | N
             return path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
-    return config.get("chat_template")
+    template = config.get("chat_template")
+    if template is not None and not isinstance(template, str | list | dict):
+        raise CheckpointError(f"{CONFIG}: chat_template is damaged: {template!r}")
+    return template
 
 
 def token_name(entry: Any) -> str | None:
     """The text of a named token, given as a string or as a table with its content."""
-    return entry.get("content") if isinstance(entry, dict) else entry
+    name = entry.get("content") if isinstance(entry, dict) else entry
+    if name is not None and not isinstance(name, str):
+        raise CheckpointError(f"{CONFIG}: a token's name must be text, got {name!r}")
+    return name
 
 
 def _add_named(tokenizer: Tokenizer, table: dict[int, AddedToken], config: dict[str, Any]) -> None:
@@ -139,9 +145,10 @@ def check_ids(
 
 def as_ids(value: Any) -> list[int]:
     """An id, a list of ids or nothing, as a list."""
-    if value is None:
-        return []
-    return [int(index) for index in (value if isinstance(value, list) else [value])]
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    if wrong := [v for v in values if isinstance(v, bool) or not isinstance(v, int)]:
+        raise CheckpointError(f"eos_token_id must be an id or a list of ids, got {wrong[0]!r}")
+    return values
 
 
 def end_ids(
