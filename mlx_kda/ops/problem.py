@@ -87,7 +87,7 @@ def _same(name: str, x: mx.array, shape: tuple[int, ...], what: str) -> None:
 def prepare(
     p: Problem, q: mx.array, k: mx.array, v: mx.array, g: mx.array | None, beta: mx.array
 ) -> tuple[mx.array, mx.array, mx.array, mx.array | None, mx.array]:
-    """float32 (scale * q, k, v, a, beta), each [B, T, Hv, .]; a = exp(g) or None, beta has width 1."""
+    """float32 (scale * q, k, v, a, beta), each [B, T, Hv, .], beta 1 wide; a = exp(g) or None."""
     q, k, v, beta = (x.astype(mx.float32) for x in (q, k, v, beta[..., None]))
     q = q * p.scale
     if p.Hv > p.H:
