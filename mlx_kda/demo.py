@@ -5,7 +5,7 @@ from pathlib import Path
 from mlx_kda.errors import UserError
 
 CHECKPOINT = Path("examples") / "tiny-kimi-linear"
-QUESTIONS = ("What is an anchor?", "What is a violin?", "Who are you?")
+QUESTIONS = ("What is an anchor?", "What is a bridge?", "Who are you?")
 OPENING = "And it came to pass in the days of"
 
 
