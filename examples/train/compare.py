@@ -1,15 +1,17 @@
 """Compare an exported folder with transformers' own Kimi Linear, on the CPU.
 
-    python compare.py --folder ../tiny-kimi-linear
+    python compare.py --folder ../tiny-kimi-linear --save ../../tests/tiny_checkpoint_golden.npz
 
 Loads the files with transformers (5.24 or later, no remote code) and with model.py, both in
-float32, and prints the largest difference of the logits on a chat and on running text.
+float32, and prints the largest difference of the logits on a chat and on running text. With
+--save, keeps transformers' logits of the last tokens for the tests, which have no PyTorch.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 from chat import Tokenizer
 from model import Config, Model
@@ -38,6 +40,7 @@ def main() -> None:
     """Exit with 1 unless the two agree."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--save", type=Path, help="file for transformers' logits (.npz)")
     args = parser.parse_args()
     tokenizer = Tokenizer(args.folder / "tiktoken.model")
     ours = from_hub(args.folder, tokenizer.size)
@@ -46,18 +49,22 @@ def main() -> None:
     )
     print("loading:", {k: sorted(v) for k, v in report.items() if v})
     theirs.eval()
-    worst = 0.0
+    worst, kept = 0.0, {}
     prompts = [
         tokenizer.prompt([("user", "What is an anchor?")]),
         tokenizer.encode("In the beginning God created the heaven and the earth. " * 12),
     ]
-    for ids in prompts:
+    for number, ids in enumerate(prompts):
         batch = torch.tensor([ids])
         a, b = ours(batch), theirs(batch).logits
         difference = ((a - b).abs().max() / a.abs().max()).item()
         same = (a.argmax(-1) == b.argmax(-1)).float().mean().item()
         print(f"{len(ids)} tokens: largest difference {difference:.2e}, same arg max {same:.3f}")
         worst = max(worst, difference)
+        kept[f"tokens_{number}"] = np.array(ids, dtype=np.int32)
+        kept[f"logits_{number}"] = b[0, -4:].numpy()
+    if args.save:
+        np.savez_compressed(args.save, **kept)
     sys.exit(worst > 1e-4)
 
 
