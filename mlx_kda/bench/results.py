@@ -1,14 +1,14 @@
 """Results on disk: CSV and JSON with the machine beside them, and Markdown tables from either."""
 
 import csv
+import io
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..files import write_text
 
 Row = dict[str, Any]
 
@@ -19,8 +19,8 @@ def save(folder: Path, name: str, machine: Row, rows: Sequence[Row]) -> tuple[Pa
         folder.mkdir(parents=True, exist_ok=True)
         paths = folder / f"{name}.json", folder / f"{name}.csv"
         document = {"benchmark": name, "machine": machine, "rows": list(rows)}
-        _replace(paths[0], json.dumps(document, indent=1) + "\n")
-        _replace(paths[1], _csv(rows))
+        write_text(paths[0], json.dumps(document, indent=1) + "\n")
+        write_text(paths[1], _csv(rows))
     except OSError as e:
         raise UserError(f"cannot write results to {folder}: {e.strerror}") from e
     return paths
@@ -65,8 +65,6 @@ def show(value: Any) -> str:
 
 
 def _csv(rows: Iterable[Row]) -> str:
-    import io
-
     rows = list(rows)
     text = io.StringIO()
     names = list(dict.fromkeys(key for row in rows for key in row))
@@ -74,14 +72,3 @@ def _csv(rows: Iterable[Row]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
-
-
-def _replace(path: Path, text: str) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

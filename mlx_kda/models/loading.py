@@ -42,6 +42,7 @@ def load_model(path: str | Path, runner: str = "auto") -> nn.Module:
 
 def _build(source: "Source", runner: str) -> nn.Module:
     from ..convert.families import map_checkpoint
+    from ..doctor import ensure
 
     module = family(source.config)
     args, mapping = map_checkpoint(source.config, source.tensors)
@@ -54,7 +55,9 @@ def _build(source: "Source", runner: str) -> nn.Module:
     for layer in model.layers:
         mx.eval(layer.parameters())
     mx.eval(model.parameters())
-    return model.eval()
+    model.eval()
+    ensure(model, model.model.norm.weight.dtype)
+    return model
 
 
 def _read(source: "Source") -> dict[str, mx.array]:

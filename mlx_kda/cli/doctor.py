@@ -1,0 +1,78 @@
+"""Check on this machine that the kernels compute what they should, and say what would run.
+
+Without MODEL the shapes of Kimi Linear 48B are checked, with random weights.
+"""
+
+import argparse
+import json
+from typing import Any
+
+from mlx_kda.cli import common
+
+SUMMARY = "check the kernels on this machine"
+EXAMPLE = "mlx-kda doctor kimi-4bit\n  mlx-kda doctor --runner emulator-fast"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="folder of an MLX checkpoint")
+    parser.add_argument(
+        "--runner",
+        default="auto",
+        metavar="NAME",
+        help="metal, cuda, emulator (checked, slow), emulator-fast; default: what a model would "
+        "use here",
+    )
+    parser.add_argument("--heads", type=common.number(int, 1), metavar="H", help="without MODEL")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    import mlx.core as mx
+
+    from mlx_kda import doctor
+    from mlx_kda.kernels import resolve
+
+    runner, reason = resolve(args.runner)
+    report: dict[str, Any] = {
+        "machine": doctor.machine(),
+        "runner": runner,
+        "reason": reason,
+        "checks": [],
+    }
+    if not args.json:
+        for name, value in report["machine"].items():
+            print(f"{name}: {value}")
+        print(f"KDA layers run by: {runner} ({reason})")
+    verdicts = []
+    if runner != "ops":
+        layer, dtype = _layer(args.model, args.heads or 32)
+        for verdict in doctor.check(layer, dtype, runner):
+            verdicts.append(verdict)
+            report["checks"].append({"ok": verdict.ok, **vars(verdict)})
+            if not args.json:
+                mark = "ok " if verdict.ok else "BAD"
+                print(f"{mark} {doctor.describe(verdict)}", flush=True)
+        mx.synchronize()
+    if args.json:
+        print(json.dumps(report))
+    elif runner == "ops":
+        print("no kernel to check; --runner emulator-fast runs their text on the CPU")
+    return 0 if all(v.ok for v in verdicts) else 1
+
+
+def _layer(folder: str | None, heads: int) -> Any:
+    """(a KDA layer, dtype of its activations) of a model, or of the 48B's shape."""
+    import mlx.core as mx
+
+    from mlx_kda.errors import UserError
+    from mlx_kda.layers import KimiDeltaAttention
+
+    if folder is None:
+        layer = KimiDeltaAttention(64, heads, 128, taps=4, norm_eps=1e-5)
+        layer.dt_bias = mx.random.uniform(-4, 1, layer.dt_bias.shape)
+        layer.eval()
+        return layer, mx.bfloat16
+    model, _ = common.load_model(folder)
+    if not model.kda_layers:
+        raise UserError(f"{folder} has no KDA layer, so no kernel to check")
+    return model.kda_layers[0], model.model.norm.weight.dtype

@@ -1,0 +1,193 @@
+"""The self-check: a layer's kernels against MLX's operations, on this machine, before they count.
+
+A GPU drops a launch that is too large and a fast-math compiler may undo a careful sum, both without
+a word. So before a model's KDA layers use kernels on a machine for the first time, each kernel that
+they need computes what the operations compute, and a kernel that fails is not used.
+"""
+
+import contextlib
+import hashlib
+import json
+import platform
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from . import __version__
+from .files import cache_dir, write_text
+from .layers.kda import KimiDeltaAttention, Memory, Projections
+
+# Tokens of the check of each kernel: decode of one token and of its most, the recurrent kernel, and
+# three chunks with a tail.
+LENGTHS = (1, 8, 16, 45)
+# Norm of the difference over norm of the operations' result, by dtype of the activations. float32:
+# two paths of a few 1e-7 each. 16 bit: the paths round q, k, v and o at different places.
+BOUNDS = {mx.float32: 5e-6, mx.float16: 5e-3, mx.bfloat16: 4e-2}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the check of one kernel found."""
+
+    kernel: str
+    tokens: int
+    error: float | None  # None where the kernel did not run
+    bound: float
+    reason: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.error is not None and self.error <= self.bound
+
+
+def check(layer: KimiDeltaAttention, dtype: mx.Dtype, runner: str) -> Iterator[Verdict]:
+    """Each kernel that ``layer`` needs against the operations, as the verdicts come.
+
+    The inputs are the layer's own weights and projections whose keys are much alike, from a state
+    that is not empty; output, state and windows are compared.
+    """
+    before = layer.runner
+    layer.runner = runner
+    try:
+        for T in LENGTHS:
+            choice = layer.choose(T, dtype)
+            if choice.kernel is None:
+                yield Verdict("none", T, None, BOUNDS[dtype], choice.reason)
+            else:
+                yield _check_one(layer, choice.kernel, T, dtype)
+    finally:
+        layer.runner = before
+
+
+def _check_one(layer: KimiDeltaAttention, kernel: str, T: int, dtype: mx.Dtype) -> Verdict:
+    bound = BOUNDS[dtype]
+    inputs = _inputs(layer, T, dtype)
+    truth = _flat(*layer.mix_ops(*inputs))
+    try:
+        got = _flat(*layer.mix_kernels(*inputs))
+    except Exception as error:  # whatever a compiler or a GPU comes up with
+        line = " ".join(str(error).split())
+        return Verdict(kernel, T, None, bound, f"{type(error).__name__}: {line[:300]}")
+    worst = max(_difference(g, t) for g, t in zip(got, truth, strict=True))
+    reason = "" if worst <= bound else "differs from the operations"
+    return Verdict(kernel, T, worst, bound, reason)
+
+
+def _inputs(layer: KimiDeltaAttention, T: int, dtype: mx.Dtype) -> tuple[Projections, Memory]:
+    rng = np.random.default_rng(T)
+    H, D = layer.num_heads, layer.head_dim
+
+    def draw(*shape: int) -> mx.array:
+        return mx.array(rng.standard_normal(shape).astype(np.float32))
+
+    common = draw(1, 1, H * D)
+    q, k = (0.3 * draw(1, T, H * D) + common for _ in range(2))
+    wide = [q, k, draw(1, T, H * D), draw(1, T, H, D), draw(1, T, H) + 2, draw(1, T, H, D)]
+    windows = [draw(1, layer.taps - 1, H * D).astype(dtype) for _ in range(3)]
+    return (
+        Projections(*(x.astype(dtype) for x in wide)),
+        Memory(*windows, draw(1, H, D, D)),
+    )
+
+
+def _flat(y: mx.array, memory: Memory) -> list[np.ndarray]:
+    arrays = [x.astype(mx.float32) for x in (y, *memory)]
+    mx.eval(arrays)
+    return [np.array(x, dtype=np.float64) for x in arrays]
+
+
+def _difference(x: np.ndarray, truth: np.ndarray) -> float:
+    if x.shape != truth.shape or not np.isfinite(x).all():
+        return float("inf")
+    return float(np.linalg.norm(x - truth) / max(np.linalg.norm(truth), 1e-30))
+
+
+def ensure(model: Any, dtype: mx.Dtype) -> list[Verdict]:
+    """Check a model's kernels once on a machine; on a failure go over to the operations, loudly.
+
+    Does nothing where the model does not run on Metal. What was found is remembered for this chip,
+    macOS, MLX, package version, kernel text and kind of layer, in ``cache_dir()/checks.json``.
+
+    Returns:
+        The verdicts, remembered or new; [] where there was nothing to check.
+    """
+    if model.runner != "metal" or not model.kda_layers:
+        return []
+    layer = model.kda_layers[0]
+    key = _key(layer, dtype)
+    known = _remembered()
+    if key in known:
+        verdicts = [Verdict(**entry) for entry in known[key]]
+    else:
+        print(f"checking {model.runner} kernels, once on this machine ...", file=sys.stderr)
+        verdicts = list(check(layer, dtype, model.runner))
+        _remember({**known, key: [asdict(v) for v in verdicts]})
+    failed = [v for v in verdicts if not v.ok]
+    if failed:
+        why = describe(failed[0])
+        model.use_runner("ops", f"the self-check failed: {why}")
+        warnings.warn(
+            f"Metal kernels are switched off and MLX's operations take over: {why} "
+            "(mlx-kda doctor shows all)",
+            stacklevel=3,
+        )
+    return verdicts
+
+
+def describe(verdict: Verdict) -> str:
+    """One verdict in words."""
+    what = f"{verdict.kernel} on {verdict.tokens} tokens"
+    if verdict.ok:
+        return f"{what}: error {verdict.error:.1e}, at most {verdict.bound:.0e}"
+    if verdict.error is None:
+        return f"{what} did not run: {verdict.reason}"
+    return f"{what} {verdict.reason}: error {verdict.error:.1e}, at most {verdict.bound:.0e}"
+
+
+def machine() -> dict[str, str]:
+    """What the kernels' fate depends on, by name."""
+    chip = platform.machine()
+    if mx.default_device().type == mx.DeviceType.gpu:
+        chip = str(mx.device_info().get("device_name", chip))
+    mac = platform.mac_ver()[0]
+    return {
+        "chip": chip,
+        "system": f"macOS {mac}" if mac else f"{platform.system()} {platform.release()}",
+        "mlx": mx.__version__,
+        "mlx-kda": __version__,
+        "Metal": "yes" if mx.metal.is_available() else "no",
+    }
+
+
+def _key(layer: KimiDeltaAttention, dtype: mx.Dtype) -> str:
+    law = "softplus" if layer.lower_bound is None else "bounded"
+    kind = f"{layer.head_dim} {layer.taps} {law} {dtype}"
+    return " | ".join([*machine().values(), _kernel_hash(), kind])
+
+
+def _kernel_hash() -> str:
+    from .kernels.sources import SOURCES
+
+    text = "".join(source.header + source.body for source in SOURCES.values())
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _remembered() -> dict[str, Any]:
+    try:
+        found = json.loads((cache_dir() / "checks.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _remember(verdicts: dict[str, Sequence[dict]]) -> None:
+    """Written whole or not at all; a folder that cannot be written costs the check next time."""
+    path = cache_dir() / "checks.json"
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(verdicts, indent=1) + "\n")

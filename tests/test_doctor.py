@@ -1,0 +1,146 @@
+"""The self-check of the kernels: what it finds, remembers, and does about it."""
+
+import json
+
+import mlx.core as mx
+import pytest
+from helpers.tiny import tiny_model
+
+from mlx_kda import doctor
+from mlx_kda.cli.main import main
+from mlx_kda.kernels import layer as kernels
+from mlx_kda.layers import KimiDeltaAttention
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """A cache folder of its own; compiled kernels stay where they are."""
+    monkeypatch.setattr(doctor, "cache_dir", lambda: tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def layer():
+    layer = KimiDeltaAttention(16, 1, 32, taps=4, norm_eps=1e-5)
+    layer.dt_bias = mx.random.uniform(-4, 1, layer.dt_bias.shape)
+    return layer.eval()
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_good_kernels_pass(layer, dtype, bound):
+    layer.lower_bound = bound
+    verdicts = list(doctor.check(layer, dtype, "emulator-fast"))
+    assert [v.kernel for v in verdicts] == [
+        "kda_decode",
+        "kda_decode",
+        "kda_recurrent",
+        "kda_chunk",
+    ]
+    assert all(v.ok and v.error > 0 for v in verdicts)
+    assert layer.runner == "ops"
+
+
+def _spoil(monkeypatch, change):
+    """Change what the kernels return."""
+    right = kernels.mix
+    monkeypatch.setattr(kernels, "mix", lambda *a, **k: change(*right(*a, **k)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda y, m: (mx.zeros_like(y), m),
+        lambda y, m: (y * 1.001, m),
+        lambda y, m: (y, m._replace(state=m.state.swapaxes(-1, -2))),
+        lambda y, m: (y, m._replace(k=mx.zeros_like(m.k))),
+        lambda y, m: (y + mx.nan, m),
+    ],
+    ids=["dropped launch", "slightly off", "state transposed", "window", "nan"],
+)
+def test_a_wrong_kernel_is_seen(layer, monkeypatch, change):
+    _spoil(monkeypatch, change)
+    for verdict in doctor.check(layer, mx.float32, "emulator-fast"):
+        assert not verdict.ok and "differs" in doctor.describe(verdict)
+
+
+def test_a_kernel_that_does_not_compile_is_a_verdict(layer, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("[metal::Device] Unable to build\nmetal library")
+
+    monkeypatch.setattr(kernels, "mix", fail)
+    verdict = next(doctor.check(layer, mx.float32, "emulator-fast"))
+    assert not verdict.ok
+    assert doctor.describe(verdict) == (
+        "kda_decode on 1 tokens did not run: RuntimeError: [metal::Device] Unable to build "
+        "metal library"
+    )
+
+
+@pytest.fixture
+def on_metal(monkeypatch):
+    """A model that would run on Metal, whose kernels the emulator runs."""
+    model = tiny_model()
+    model.use_runner("metal", "a test")
+    right = kernels.mix
+    monkeypatch.setattr(
+        kernels, "mix", lambda *a, **k: right(*a, **{**k, "runner": "emulator-fast"})
+    )
+    return model
+
+
+def test_first_use_checks_once_and_remembers(on_metal, own_cache, monkeypatch, capsys):
+    verdicts = doctor.ensure(on_metal, mx.float32)
+    assert len(verdicts) == 4 and all(v.ok for v in verdicts)
+    assert "once on this machine" in capsys.readouterr().err
+    assert on_metal.runner == "metal"
+    monkeypatch.setattr(doctor, "check", lambda *_: pytest.fail("checked again"))
+    assert doctor.ensure(on_metal, mx.float32) == verdicts
+    assert [p.name for p in own_cache.iterdir()] == ["checks.json"]
+
+
+@pytest.mark.parametrize("what", ["chip", "system", "mlx", "mlx-kda"])
+def test_another_machine_or_version_checks_again(on_metal, monkeypatch, what):
+    doctor.ensure(on_metal, mx.float32)
+    other = {**doctor.machine(), what: "another"}
+    monkeypatch.setattr(doctor, "machine", lambda: other)
+    asked = []
+    monkeypatch.setattr(doctor, "check", lambda *a: asked.append(a) or iter([]))
+    doctor.ensure(on_metal, mx.float32)
+    assert asked
+
+
+def test_a_failure_goes_over_to_the_operations_loudly(on_metal, monkeypatch):
+    _spoil(monkeypatch, lambda y, m: (mx.zeros_like(y), m))
+    for _ in range(2):  # found, then remembered
+        on_metal.use_runner("metal", "a test")
+        with pytest.warns(UserWarning, match="switched off.*kda_decode on 1 tokens differs"):
+            doctor.ensure(on_metal, mx.float32)
+        assert on_metal.runner == "ops" and "self-check failed" in on_metal.runner_reason
+        assert all(layer.runner == "ops" for layer in on_metal.kda_layers)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"x": 1}'])
+def test_a_spoilt_memory_is_forgotten(on_metal, own_cache, text):
+    (own_cache / "checks.json").write_text(text)
+    assert len(doctor.ensure(on_metal, mx.float32)) == 4
+
+
+def test_nothing_is_checked_without_metal():
+    assert doctor.ensure(tiny_model(), mx.float32) == []
+
+
+def test_the_command(capsys):
+    assert main(["doctor"]) == 0
+    assert "no kernel to check" in capsys.readouterr().out
+    assert main(["doctor", "--runner", "emulator-fast", "--heads", "1", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["runner"] == "emulator-fast" and len(report["checks"]) == 4
+    assert main(["doctor", "--runner", "abacus"]) == 2
+    assert "unknown runner 'abacus'" in capsys.readouterr().err
+
+
+def test_the_command_fails_on_a_wrong_kernel(monkeypatch, capsys):
+    _spoil(monkeypatch, lambda y, m: (mx.zeros_like(y), m))
+    assert main(["doctor", "--runner", "emulator-fast", "--heads", "1"]) == 1
+    assert "BAD kda_decode on 1 tokens differs" in capsys.readouterr().out
