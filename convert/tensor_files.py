@@ -64,11 +64,11 @@ class Stored(Spec):
     offset: int
 
 
-def read_header(path: Path) -> dict[str, Stored]:
+def read_header(path: Path, metadata: dict[str, str] | None = None) -> dict[str, Stored]:
     """The tensors that a safetensors file holds, by name; no tensor data is read.
 
-    Raises CheckpointError where the file is not safetensors, is truncated, or holds a dtype that is
-    unknown to MLX (float8).
+    The file's own metadata is added to ``metadata`` if given. Raises CheckpointError where the file
+    is not safetensors, is truncated, or holds a dtype that is unknown to MLX (float8).
     """
     try:
         size = path.stat().st_size
@@ -89,7 +89,9 @@ def read_header(path: Path) -> dict[str, Stored]:
         raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise CheckpointError(f"{path.name} has a damaged safetensors header: {error}") from error
-    header.pop("__metadata__", None)
+    found = header.pop("__metadata__", None) or {}
+    if metadata is not None:
+        metadata.update(found)
     return {
         name: _entry(path, name, entry, start=8 + length, size=size)
         for name, entry in header.items()
@@ -143,13 +145,15 @@ def write_file(
     tensors: dict[str, Spec],
     arrays: Iterable[tuple[str, mx.array]],
     wrote: Callable[[int], None] = lambda count: None,
+    metadata: dict[str, str] | None = None,
 ) -> str:
     """Write a safetensors file in a stream: the header from `tensors`, then each array as it comes.
 
     `arrays` yields every tensor of `tensors`, in that order; `wrote` hears how many bytes went out.
-    Returns the SHA-256 of the file. The caller gives a temporary name and renames.
+    `metadata` is the file's own, texts by name. Returns the SHA-256 of the file. The caller gives a
+    temporary name and renames.
     """
-    header, offset = {"__metadata__": {"format": "mlx"}}, 0
+    header, offset = {"__metadata__": metadata or {"format": "mlx"}}, 0
     for name, spec in tensors.items():
         header[name] = {
             "dtype": DTYPE_NAMES[spec.dtype],

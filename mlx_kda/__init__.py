@@ -16,6 +16,7 @@ _HOME = {
     "softplus_gate": "ops",
     "bounded_gate": "ops",
     "load": "models",
+    "Session": "session",
 }
 
 __all__ = ["__version__", *_HOME]

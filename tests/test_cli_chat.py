@@ -10,8 +10,9 @@ from mlx_kda.cli import chat as command
 from mlx_kda.cli import common
 from mlx_kda.cli.main import main
 from mlx_kda.context import Context
-from mlx_kda.conversation import Conversation, chat_ids
 from mlx_kda.generate import decode_text
+from mlx_kda.messages import chat_ids
+from mlx_kda.session import Session
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def test_system_message(chat):
 
 def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(tiny_model, monkeypatch, capsys):
     model, tokenizer = tiny_model
-    conversation = Conversation(Context(model), tokenizer)
+    conversation = Session(model, tokenizer)
     talk = command.Chat(conversation, {"max_tokens": 60, "stop_ids": []})
     written = []
 
@@ -111,7 +112,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(tiny_model, monkeypa
 
 def test_ctrl_c_while_reading_stops_between_chunks(tiny_model, monkeypatch, capsys):
     model, tokenizer = tiny_model
-    conversation = Conversation(Context(model), tokenizer)
+    conversation = Session(model, tokenizer)
     talk = command.Chat(conversation, {"max_tokens": 5, "prefill_step": 8})
     prefill = model.__call__
     calls = []

@@ -8,7 +8,7 @@ from helpers.program import run
 
 from mlx_kda.cli.main import main
 from mlx_kda.context import Context
-from mlx_kda.conversation import chat_ids
+from mlx_kda.messages import chat_ids
 
 STATISTICS = {
     "prompt_tokens": int,
@@ -19,6 +19,11 @@ STATISTICS = {
     "generation_tokens": int,
     "generation_seconds": float,
     "generation_tps": float,
+    "drafted_tokens": int,
+    "accepted_tokens": int,
+    "acceptance": type(None),
+    "policy": str,
+    "cache_bytes": int,
     "peak_memory": int,
     "peak_memory_source": str,
     "finish_reason": str,

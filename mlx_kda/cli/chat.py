@@ -16,8 +16,8 @@ from mlx_kda.cli import common
 from mlx_kda.errors import UserError
 
 if TYPE_CHECKING:
-    from mlx_kda.conversation import Conversation
     from mlx_kda.generate import Statistics
+    from mlx_kda.session import Session
 
 SUMMARY = "talk with a model"
 EXAMPLE = (
@@ -39,14 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from mlx_kda.context import Context
-    from mlx_kda.conversation import Conversation, chat_ids
+    from mlx_kda.messages import chat_ids
+    from mlx_kda.session import Session
 
     model, tokenizer = common.load_model(args.model)
     chat_ids(tokenizer, [{"role": "user", "content": ""}])  # refuses a model without a template
     options = common.sampling_options(args, model)
     options["prefill_step"] = args.prefill_step
-    chat = Chat(Conversation(Context(model), tokenizer, args.system), options)
+    chat = Chat(Session(model, tokenizer, system=args.system), options)
     if sys.stdin.isatty():
         common.note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends")
     for line in _lines():
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 class Chat:
     """The commands and answers of one conversation at the terminal."""
 
-    def __init__(self, conversation: "Conversation", options: dict[str, Any]):
+    def __init__(self, conversation: "Session", options: dict[str, Any]):
         self.conversation = conversation
         self.options = options
         self.last: Statistics | None = None

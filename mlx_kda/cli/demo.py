@@ -62,14 +62,13 @@ def _convert(source: Path, out: Path, bits: int) -> str:
 
 
 def _answer(folder: Path, max_tokens: int, dtype: str) -> None:
-    from mlx_kda.context import Context
-    from mlx_kda.conversation import Conversation
     from mlx_kda.demo import OPENING, QUESTIONS
     from mlx_kda.generate import Statistics, stream_generate
+    from mlx_kda.session import Session
 
     model, tokenizer = common.load_model(str(folder))
     if tokenizer.has_chat_template:
-        conversation = Conversation(Context(model), tokenizer)
+        conversation = Session(model, tokenizer)
         for question in QUESTIONS:
             statistics = Statistics()
             print(f"\n> {question}")

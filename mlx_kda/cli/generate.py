@@ -94,7 +94,7 @@ def _line_ended(silent: bool) -> Iterator[None]:
 
 
 def _chat_ids(tokenizer: Any, prompt: str, args: argparse.Namespace) -> list[int]:
-    from mlx_kda.conversation import chat_ids
+    from mlx_kda.messages import chat_ids
 
     messages = [{"role": "system", "content": args.system}] if args.system is not None else []
     return chat_ids(tokenizer, [*messages, {"role": "user", "content": prompt}])
