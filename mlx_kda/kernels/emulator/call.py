@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 
+from ..counts import note_launch
 from ..fault import KernelFault
 from .launch import MAX_THREADS, Program, Result, to_mlx, to_numpy
 
@@ -33,6 +34,8 @@ def call_emulator(kernel, call, mode) -> Result:
     result = program.run(
         [to_numpy(x) for x in inputs], shapes, dtypes, grid, group, call["init_value"]
     )
+    if mode == "count":
+        note_launch(kernel.name, result)
     result.outputs = [to_mlx(o, d) for o, d in zip(result.outputs, dtypes, strict=True)]
     return result
 

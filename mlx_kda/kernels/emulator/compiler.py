@@ -32,8 +32,8 @@ METAL_HEADERS = (
 )
 RUNTIME = {
     "fast": ("scheduler.cpp", "simd.cpp", "fast.cpp"),
-    "checked": ("scheduler.cpp", "simd.cpp", "checked.cpp", "hooks.cpp"),
-    "count": ("scheduler.cpp", "simd.cpp", "count.cpp", "hooks.cpp"),
+    "checked": ("scheduler.cpp", "simd.cpp", "arena.cpp", "checked.cpp", "hooks.cpp"),
+    "count": ("scheduler.cpp", "simd.cpp", "arena.cpp", "count.cpp", "hooks.cpp"),
 }
 COMMON = [
     "-std=c++17",
@@ -46,7 +46,14 @@ COMMON = [
 KERNEL = {
     "fast": ["-O2", "-fno-trapping-math"],
     "checked": ["-O2", "-g1", "-fno-tree-vectorize", "-fsanitize=thread"],
-    "count": ["-O3", "-g1", "-fno-tree-vectorize", "-fsanitize=thread", "-DEMU_COUNT=1"],
+    "count": [
+        "-O3",
+        "-g1",
+        "-fno-tree-vectorize",
+        "-fsanitize=thread",
+        "-mno-red-zone",
+        "-DEMU_COUNT=1",
+    ],
 }
 
 
@@ -112,6 +119,8 @@ def _tune() -> list[str]:
 
 def _kernel_flags(mode) -> list[str]:
     flags = [*COMMON, *_tune(), *KERNEL[mode], "-w"]
+    if mode == "count" and platform.machine() in ("x86_64", "AMD64"):
+        flags.append("-mno-red-zone")  # it calls the runtime from inline assembly
     if "-fsanitize=thread" in flags:  # hooks at accesses, none at calls of functions
         option = "tsan-instrument-func-entry-exit=0"
         flags += ["-mllvm", f"-{option}"] if _is_clang() else [f"--param={option}"]

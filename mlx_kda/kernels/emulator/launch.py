@@ -15,6 +15,7 @@ from .rewrite import EMULATOR, Unsupported, rewrite
 
 MAX_THREADS = 1024
 TEXT_NAME = "kernel.metal"
+FLOAT_TYPES = (" float", " float16_t", " bfloat16_t", "<float>")
 
 
 class Buffer(ctypes.Structure):
@@ -22,7 +23,9 @@ class Buffer(ctypes.Structure):
         ("data", ctypes.c_void_p),
         ("bytes", ctypes.c_uint64),
         ("element", ctypes.c_uint32),
-        ("output", ctypes.c_uint32),
+        ("role", ctypes.c_uint32),
+        ("is_float", ctypes.c_uint32),
+        ("constant", ctypes.c_uint32),
     ]
 
 
@@ -151,7 +154,10 @@ class Program:
             else:
                 array, role = aligned(describe(arrays[parameter.index], parameter.source)), 0
             keep.append(array)
-            buffers.append(Buffer(array.ctypes.data, extent(array), array.itemsize, role))
+            made = Buffer(array.ctypes.data, extent(array), array.itemsize, role)
+            made.is_float = any(t in parameter.declaration for t in FLOAT_TYPES)
+            made.constant = " constant " in parameter.declaration
+            buffers.append(made)
         job = Launch()
         job.buffers = (Buffer * max(len(buffers), 1))(*buffers)
         job.count = len(buffers)

@@ -12,7 +12,7 @@ namespace metal {
 template <class T> struct emu_value { using type = T; };
 template <class T> using emu_value_t = typename emu_value<T>::type;
 #ifdef EMU_COUNT
-template <> struct emu_value<float> { using type = emu_float; };
+template <> struct emu_value<float> { using type = emu_float; };  // a literal
 template <> struct emu_value<emu_product> { using type = emu_float; };
 METAL_FUNC constexpr float emu_raw(emu_float x) { return x.v; }
 METAL_FUNC constexpr float emu_raw(half x) { return x.raw(); }

@@ -4,7 +4,7 @@
 #pragma once
 #include "simd.h"
 
-extern "C" uint32_t emu_lane();
+extern "C" uint32_t emu_lane() __attribute__((const));  // the same all through a thread
 
 namespace metal {
 
@@ -36,7 +36,11 @@ template <class P> METAL_FUNC P* emu_matrix_place(P* p, ulong stride, vec<ulong,
                                                   bool transpose, ulong& step, uint32_t line) {
   if (transpose && (origin.x || origin.y))
     emu_raise(EMU_UNSUPPORTED, "a transposed simdgroup_load or store with an origin", line);
+#ifdef EMU_COUNT
+  if (sizeof(P) == 2) emu_note<EMU_N_matrix16, 2>();
+#else
   emu_matrix_access(line);
+#endif
   const ulong l = emu_lane(), row = (l / 16) * 4 + (l / 2) % 4;
   const ulong col = ((l / 8) % 2) * 4 + (l % 2) * 2;
   step = transpose ? stride : 1;
@@ -69,14 +73,15 @@ template <class T> METAL_FUNC uint64_t emu_pack_matrix(const simdgroup_matrix<T,
 template <class D, class A, class B, class C> METAL_FUNC void simdgroup_multiply_accumulate(
     simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a, simdgroup_matrix<B, 8, 8> b,
     simdgroup_matrix<C, 8, 8> c, EMU_LINE) {
-  const uint64_t r = emu_mma(emu_pack_matrix(a), emu_pack_matrix(b), emu_pack_matrix(c), line).lo;
+  const uint64_t r =
+      emu_exchange_mma(emu_pack_matrix(a), emu_pack_matrix(b), emu_pack_matrix(c), line);
   d.elements = vec<D, 2>(emu_from_raw<D>(__builtin_bit_cast(float, uint32_t(r))),
                          emu_from_raw<D>(__builtin_bit_cast(float, uint32_t(r >> 32))));
 }
 template <class D, class A, class B> METAL_FUNC void simdgroup_multiply(
     simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a, simdgroup_matrix<B, 8, 8> b,
     EMU_LINE) {
-  simdgroup_multiply_accumulate(d, a, b, make_filled_simdgroup_matrix<float>(0.f), line);
+  simdgroup_multiply_accumulate(d, a, b, make_filled_simdgroup_matrix<emu_float>(0.f), line);
 }
 template <class T> METAL_FUNC simdgroup_matrix<T, 8, 8> operator*(simdgroup_matrix<T, 8, 8> a,
                                                                   simdgroup_matrix<T, 8, 8> b) {

@@ -17,13 +17,13 @@ enum emu_fault_kind : uint32_t {
   EMU_OK, EMU_OUT_OF_BOUNDS, EMU_RACE, EMU_DIVERGENCE, EMU_UNINITIALISED, EMU_UNWRITTEN,
   EMU_LIMITS, EMU_UNSUPPORTED,
 };
+// What the counting build's arithmetic notes; anything from EMU_N_COUNTERS on is free.
 enum emu_counter : uint32_t {
-  EMU_N_FMA, EMU_N_ADD, EMU_N_MUL, EMU_N_DIVISION, EMU_N_MINMAX, EMU_N_COMPARE, EMU_N_CONVERT,
-  EMU_N_SPECIAL, EMU_N_COUNTERS,
+  EMU_N_fma, EMU_N_add, EMU_N_mul, EMU_N_division, EMU_N_minmax, EMU_N_compare, EMU_N_special,
+  EMU_N_matrix16,  // 16-bit elements moved by matrix loads and stores, which convert nothing
+  EMU_N_COUNTERS, EMU_N_none,
 };
 constexpr int EMU_MAX_SHARED = 64;  // threadgroup variables of one kernel
-
-struct emu_pair64 { uint64_t lo, hi; };
 
 // Where a thread is: filled by the runtime, read by the generated entry point.
 struct emu_ids {
@@ -35,14 +35,13 @@ struct emu_ids {
 extern "C" {
 // Defined by the kernel.
 void emu_entry(void* const* buffers, const emu_ids* ids);
-uint64_t emu_read_counter(uint32_t which);
-void emu_reset_counters();
 
 // Defined by the runtime. `line` is the line of the generated text.
-extern void* emu_shared_slots[EMU_MAX_SHARED];
-void* emu_shared_new(uint32_t id, size_t bytes, size_t element, uint32_t line);
+extern uint64_t emu_counts[EMU_N_COUNTERS];
+void* emu_shared_new(uint32_t id, size_t bytes, size_t element, uint32_t is_float,
+                     uint32_t line);
 uint64_t emu_simd(uint32_t op, uint32_t type, uint64_t value, uint32_t argument, uint32_t line);
-emu_pair64 emu_mma(uint64_t a, uint64_t b, uint64_t c, uint32_t line);
+uint64_t emu_mma(uint64_t a, uint64_t b, uint64_t c, uint32_t line);
 void emu_barrier(uint32_t flags, uint32_t line);
 void emu_matrix_access(uint32_t line);
 void emu_atomic_access(const void* p, uint32_t bytes, uint32_t writes, uint32_t line);

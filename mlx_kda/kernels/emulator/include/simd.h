@@ -12,6 +12,49 @@ METAL_FUNC constexpr mem_flags operator|(mem_flags a, mem_flags b) {
   return mem_flags(uint32_t(a) | uint32_t(b));
 }
 
+// Exchanges between lanes. The counting build calls them so that the compiler sees no access to
+// memory: like Metal's compiler it may then keep in registers what it has loaded before.
+#if defined(EMU_COUNT) && defined(__x86_64__)
+#if defined(__AVX512F__)
+#define EMU_CLOBBERS_512                                                                      \
+  , "xmm16", "xmm17", "xmm18", "xmm19", "xmm20", "xmm21", "xmm22", "xmm23", "xmm24", "xmm25", \
+      "xmm26", "xmm27", "xmm28", "xmm29", "xmm30", "xmm31", "k1", "k2", "k3", "k4", "k5", "k6", "k7"
+#else
+#define EMU_CLOBBERS_512
+#endif
+#define EMU_CLOBBERS                                                                          \
+  "rbx", "r9", "r10", "r11", "cc", "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6",    \
+      "xmm7", "xmm8", "xmm9", "xmm10", "xmm11", "xmm12", "xmm13", "xmm14",                    \
+      "xmm15" EMU_CLOBBERS_512
+#define EMU_CALL(name) \
+  "movq %%rsp, %%rbx\n\tandq $-16, %%rsp\n\tcall " name "\n\tmovq %%rbx, %%rsp"
+METAL_FUNC uint64_t emu_exchange(uint64_t op, uint64_t type, uint64_t value, uint64_t argument,
+                                 uint64_t line) {
+  uint64_t result;  // no register variable for r8: gcc would take the asm for a memory access
+  asm volatile("movq %[line], %%r8\n\t" EMU_CALL("emu_simd")
+               : "=a"(result), "+D"(op), "+S"(type), "+d"(value), "+c"(argument)
+               : [line] "r"(line)
+               : "r8", EMU_CLOBBERS);
+  return result;
+}
+METAL_FUNC uint64_t emu_exchange_mma(uint64_t a, uint64_t b, uint64_t c, uint64_t line) {
+  uint64_t result;
+  asm volatile(EMU_CALL("emu_mma")
+               : "=a"(result), "+D"(a), "+S"(b), "+d"(c), "+c"(line)
+               :
+               : "r8", EMU_CLOBBERS);
+  return result;
+}
+#else
+METAL_FUNC uint64_t emu_exchange(uint32_t op, uint32_t type, uint64_t value, uint32_t argument,
+                                 uint32_t line) {
+  return emu_simd(op, type, value, argument, line);
+}
+METAL_FUNC uint64_t emu_exchange_mma(uint64_t a, uint64_t b, uint64_t c, uint32_t line) {
+  return emu_mma(a, b, c, line);
+}
+#endif
+
 namespace metal {
 using ::mem_flags;
 
@@ -28,7 +71,8 @@ template <class T> using emu_type_of = typename emu_type_is<T>::type;
 template <class T> struct emu_element { using type = T; };
 template <class T, size_t N> struct emu_element<T[N]> { using type = typename emu_element<T>::type; };
 template <class T> METAL_FUNC T& emu_shared(uint32_t id, EMU_LINE) {
-  return *static_cast<T*>(emu_shared_new(id, sizeof(T), sizeof(typename emu_element<T>::type), line));
+  using E = typename emu_element<T>::type;
+  return *static_cast<T*>(emu_shared_new(id, sizeof(T), sizeof(E), emu_float_v<E>, line));
 }
 
 template <class T> struct emu_type_code;
@@ -56,7 +100,7 @@ template <class T> METAL_FUNC T emu_unpack(uint64_t u) {
 #define EMU_SIMD1(name, op)                                                               \
   template <class A, class T = emu_value_t<A>, uint32_t code = emu_type_code<T>::value>   \
   METAL_FUNC T name(A x, EMU_LINE) {                                                      \
-    return emu_unpack<T>(emu_simd(op, code, emu_pack(T(x)), 0, line));                    \
+    return emu_unpack<T>(emu_exchange(op, code, emu_pack(T(x)), 0, line));                    \
   }                                                                                       \
   template <class T, int N> METAL_FUNC vec<T, N> name(vec<T, N> x, EMU_LINE) {            \
     vec<T, N> r;                                                                          \
@@ -66,7 +110,7 @@ template <class T> METAL_FUNC T emu_unpack(uint64_t u) {
 #define EMU_SIMD2(name, op)                                                               \
   template <class A, class T = emu_value_t<A>, uint32_t code = emu_type_code<T>::value>   \
   METAL_FUNC T name(A x, ushort by, EMU_LINE) {                                           \
-    return emu_unpack<T>(emu_simd(op, code, emu_pack(T(x)), by, line));                   \
+    return emu_unpack<T>(emu_exchange(op, code, emu_pack(T(x)), by, line));                   \
   }                                                                                       \
   template <class T, int N> METAL_FUNC vec<T, N> name(vec<T, N> x, ushort by, EMU_LINE) { \
     vec<T, N> r;                                                                          \
@@ -104,12 +148,12 @@ EMU_GROUP_FUNCTIONS(quad, uint32_t(EMU_QUAD))
 // The lanes that a shuffle up or down leaves without a source take the filling's lanes instead.
 template <class T> METAL_FUNC T simd_shuffle_and_fill_up(T x, T fill, ushort by, EMU_LINE) {
   const T moved = simd_shuffle_up(x, by, line), filled = simd_shuffle_rotate_up(fill, by, line);
-  return emu_simd(EMU_PREFIX_SUM_EXCLUSIVE, EMU_U32, 1, 0, line) >= by ? moved : filled;
+  return emu_exchange(EMU_PREFIX_SUM_EXCLUSIVE, EMU_U32, 1, 0, line) >= by ? moved : filled;
 }
 template <class T> METAL_FUNC T simd_shuffle_and_fill_down(T x, T fill, ushort by, EMU_LINE) {
   const T moved = simd_shuffle_down(x, by, line), filled = simd_shuffle_rotate_down(fill, by, line);
-  const uint64_t lane = emu_simd(EMU_PREFIX_SUM_EXCLUSIVE, EMU_U32, 1, 0, line);
-  return lane + by < emu_simd(EMU_SUM, EMU_U32, 1, 0, line) ? moved : filled;
+  const uint64_t lane = emu_exchange(EMU_PREFIX_SUM_EXCLUSIVE, EMU_U32, 1, 0, line);
+  return lane + by < emu_exchange(EMU_SUM, EMU_U32, 1, 0, line) ? moved : filled;
 }
 
 struct simd_vote {
@@ -121,11 +165,11 @@ struct simd_vote {
   METAL_FUNC bool any() const { return votes != 0; }
 };
 METAL_FUNC simd_vote simd_ballot(bool x, EMU_LINE) {
-  return simd_vote(emu_simd(EMU_BALLOT, EMU_U8, x, 0, line));
+  return simd_vote(emu_exchange(EMU_BALLOT, EMU_U8, x, 0, line));
 }
 METAL_FUNC simd_vote simd_active_threads_mask(EMU_LINE) { return simd_ballot(true, line); }
 METAL_FUNC bool simd_is_first(EMU_LINE) {
-  return emu_simd(EMU_PREFIX_SUM_EXCLUSIVE, EMU_U32, 1, 0, line) == 0;
+  return emu_exchange(EMU_PREFIX_SUM_EXCLUSIVE, EMU_U32, 1, 0, line) == 0;
 }
 #undef EMU_SIMD1
 #undef EMU_SIMD2

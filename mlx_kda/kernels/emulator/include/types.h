@@ -35,24 +35,22 @@ constexpr uint16_t emu_bfloat_bits(float f) {
   return uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 
+#ifdef EMU_COUNT
+METAL_FUNC constexpr float emu_plain(emu_float x) { return x.v; }
+#endif
+METAL_FUNC constexpr float emu_plain(float x) { return x; }
+
 struct bfloat {
   uint16_t bits;
   bfloat() = default;
   template <class T, enable_if_t<emu_int_v<T>, int> = 0>
   METAL_FUNC constexpr bfloat(T x) : bits(emu_bfloat_bits(float(x))) {}
   template <class T, enable_if_t<!emu_int_v<T> && is_convertible_v<T, emu_float>, int> = 0>
-  METAL_FUNC explicit constexpr bfloat(T x) : bits(emu_bfloat_bits(emu_narrow(emu_float(x)))) {}
+  METAL_FUNC explicit constexpr bfloat(T x) : bits(emu_bfloat_bits(emu_plain(emu_float(x)))) {}
   METAL_FUNC constexpr operator emu_float() const {
-    return emu_widen(__builtin_bit_cast(float, uint32_t(bits) << 16));
+    return emu_float(__builtin_bit_cast(float, uint32_t(bits) << 16));
   }
   static constexpr bfloat from_bits(uint16_t b) { return __builtin_bit_cast(bfloat, b); }
-#ifdef EMU_COUNT
-  static constexpr emu_float emu_widen(float x) { return emu_counted_convert(x); }
-  static constexpr float emu_narrow(emu_float x) { return emu_counted_convert(x).v; }
-#else
-  static constexpr float emu_widen(float x) { return x; }
-  static constexpr float emu_narrow(float x) { return x; }
-#endif
 #define EMU_BF_ASSIGN(op)                                                  \
   template <class T> METAL_FUNC bfloat& operator op##=(T y) {              \
     return *this = bfloat(emu_float(*this) op emu_float(y));               \

@@ -132,6 +132,42 @@ template <class A, class B> struct emu_pair<A, B, false, true> {
   using ok = enable_if_t<is_convertible_v<A, elem>>;
 };
 
+#ifdef EMU_COUNT
+// A product on its way to an addition, as emu_product is for scalars.
+template <class T, int N> struct emu_vec_product : vec<T, N> {
+  METAL_FUNC explicit constexpr emu_vec_product(const vec<T, N>& v) : vec<T, N>(v) {}
+};
+template <class T, int N> struct emu_width<emu_vec_product<T, N>> { static constexpr int value = N; };
+template <class T, int N> struct emu_vec_of<emu_vec_product<T, N>> : emu_vec_of<vec<T, N>> {};
+template <class T> struct emu_is_vec_product : false_type {};
+template <class T, int N> struct emu_is_vec_product<emu_vec_product<T, N>> : true_type {};
+
+template <class A, class B, class P = emu_pair<emu_bare_t<A>, emu_bare_t<B>>, class = typename P::ok>
+METAL_FUNC constexpr auto operator*(A&& a, B&& b) {
+  vec<typename P::elem, P::N> x(a), y(b), r{};
+  for (int i = 0; i < P::N; ++i) r.e[i] = x.e[i] * y.e[i];
+  return emu_vec_product<typename P::elem, P::N>(r);
+}
+#define EMU_VEC_SUM(op)                                                             \
+  template <class A, class B, class P = emu_pair<emu_bare_t<A>, emu_bare_t<B>>,     \
+            class = typename P::ok>                                                 \
+  METAL_FUNC constexpr vec<typename P::elem, P::N> operator op(A&& a, B&& b) {      \
+    vec<typename P::elem, P::N> x(a), y(b), r{};                                    \
+    for (int i = 0; i < P::N; ++i) {                                                \
+      if constexpr (emu_float_v<typename P::elem> &&                                \
+                    (emu_is_vec_product<A>::value || emu_is_vec_product<B>::value)) { \
+        emu_note<EMU_N_mul, -1>();                                                  \
+        emu_note<EMU_N_add, -1>();                                                  \
+        emu_note<EMU_N_fma>();                                                      \
+      }                                                                             \
+      r.e[i] = x.e[i] op y.e[i];                                                    \
+    }                                                                               \
+    return r;                                                                       \
+  }
+EMU_VEC_SUM(+) EMU_VEC_SUM(-)
+#undef EMU_VEC_SUM
+#endif
+
 #define EMU_VEC_OP(op)                                                              \
   template <class A, class B, class P = emu_pair<A, B>, class = typename P::ok>     \
   METAL_FUNC constexpr vec<typename P::elem, P::N> operator op(const A& a, const B& b) { \
@@ -139,8 +175,10 @@ template <class A, class B> struct emu_pair<A, B, false, true> {
     for (int i = 0; i < P::N; ++i) r.e[i] = x.e[i] op y.e[i];                       \
     return r;                                                                       \
   }
-EMU_VEC_OP(+) EMU_VEC_OP(-) EMU_VEC_OP(*) EMU_VEC_OP(/) EMU_VEC_OP(%) EMU_VEC_OP(&)
-EMU_VEC_OP(|) EMU_VEC_OP(^) EMU_VEC_OP(<<) EMU_VEC_OP(>>)
+#ifndef EMU_COUNT
+EMU_VEC_OP(+) EMU_VEC_OP(-) EMU_VEC_OP(*)
+#endif
+EMU_VEC_OP(/) EMU_VEC_OP(%) EMU_VEC_OP(&) EMU_VEC_OP(|) EMU_VEC_OP(^) EMU_VEC_OP(<<) EMU_VEC_OP(>>)
 #undef EMU_VEC_OP
 #define EMU_VEC_CMP(op)                                                             \
   template <class A, class B, class P = emu_pair<A, B>, class = typename P::ok>     \
@@ -154,9 +192,9 @@ EMU_VEC_CMP(<) EMU_VEC_CMP(>) EMU_VEC_CMP(<=) EMU_VEC_CMP(>=) EMU_VEC_CMP(==) EM
 EMU_VEC_CMP(&&) EMU_VEC_CMP(||)
 #undef EMU_VEC_CMP
 #define EMU_VEC_ASSIGN(op)                                                          \
-  template <class T, int N, class B, class = typename emu_pair<vec<T, N>, B>::ok>   \
-  METAL_FUNC constexpr vec<T, N>& operator op##=(vec<T, N>& a, const B& b) {        \
-    return a = a op b;                                                              \
+  template <class T, int N, class B, class = typename emu_pair<vec<T, N>, decay_t<B>>::ok> \
+  METAL_FUNC constexpr vec<T, N>& operator op##=(vec<T, N>& a, B&& b) {             \
+    return a = vec<T, N>(a op static_cast<B&&>(b));                                 \
   }
 EMU_VEC_ASSIGN(+) EMU_VEC_ASSIGN(-) EMU_VEC_ASSIGN(*) EMU_VEC_ASSIGN(/) EMU_VEC_ASSIGN(%)
 EMU_VEC_ASSIGN(&) EMU_VEC_ASSIGN(|) EMU_VEC_ASSIGN(^) EMU_VEC_ASSIGN(<<) EMU_VEC_ASSIGN(>>)

@@ -8,20 +8,12 @@
 #include "shadow.h"
 
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#if defined(__APPLE__)
-#include <dlfcn.h>
-#endif
-
-Arena emu_arena;
 
 namespace {
 
 constexpr uint32_t kDeviceFlag = 1, kThreadgroupFlag = 2;  // mem_flags
 uint32_t epoch[2], first_epoch[2];  // device memory, threadgroup memory
-bool restart_finer[kSlots];         // a slot written in pieces smaller than its granule
 bool want_restart;
 constexpr char kNeverWritten[] = "a read of memory nobody has written,";
 
@@ -45,52 +37,10 @@ struct Undefined {
   char message[256];
 } undefined;
 
-uint32_t log2_of(uint64_t n) {
-  uint32_t s = 0;
-  while ((2ull << s) <= n) ++s;
-  return s;
-}
-
 const char* place(const Region& r, char* out, size_t n) {
   snprintf(out, n, r.role == SHARED ? "threadgroup variable #%u" : "buffer #%u", r.id);
   return out;
 }
-
-void set_region(uint32_t slot, uint64_t bytes, uint32_t element, Role role, uint32_t id) {
-  Region& r = emu_arena.slots[slot];
-  // One shift to the left of the slot's middle would do for bounds; the start of the slot keeps
-  // the object aligned, and the slot before it ends in unused space.
-  r.data = emu_arena.base + (uint64_t(slot) << emu_arena.slot_shift);
-  r.bytes = bytes;
-  r.role = role;
-  r.id = id;
-  r.shift = restart_finer[slot] ? 0 : log2_of(element < 4 ? element : 4);
-  free(r.cells);
-  r.cells = nullptr;
-  if (role != INPUT) r.cells = static_cast<Cell*>(calloc((bytes >> r.shift) + 1, sizeof(Cell)));
-}
-
-bool map_arena(uint64_t largest) {
-  const uint32_t shift = log2_of(4 * largest + (1 << 20)) + 1;
-  if (emu_arena.base && emu_arena.slot_shift >= shift) return true;
-  if (emu_arena.base) munmap(emu_arena.base, emu_arena.bytes);
-  emu_arena.slot_shift = shift;
-  emu_arena.bytes = uint64_t(kSlots) << shift;
-  void* p = mmap(nullptr, emu_arena.bytes, PROT_READ | PROT_WRITE,
-                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  emu_arena.base = p == MAP_FAILED ? nullptr : static_cast<char*>(p);
-  return emu_arena.base != nullptr;
-}
-
-#if defined(__APPLE__)
-bool in_program(const void* p) {
-  Dl_info info;
-  return dladdr(p, &info) != 0;
-}
-#else
-extern "C" __attribute__((visibility("hidden"))) char __ehdr_start[], _end[];
-bool in_program(const void* p) { return p >= __ehdr_start && p < _end; }
-#endif
 
 void hold(const void* p, uint64_t bytes, uint64_t pc, uint32_t line, const Region& r,
           const char* what) {
@@ -182,7 +132,7 @@ void check_cells(Region& r, const void* p, uint64_t offset, uint64_t bytes, Acce
   const bool reads = access != WRITE && access != ATOMIC_WRITE;
   const bool atomic = access >= ATOMIC_READ;
   if (writes && bytes < (1ull << r.shift)) {
-    restart_finer[&r - emu_arena.slots] = want_restart = true;
+    r.finer = want_restart = true;
     raise_at(EMU_UNSUPPORTED, line, pc, "a write smaller than an element");
   }
   const uint64_t last = (offset + bytes - 1) >> r.shift;
@@ -252,10 +202,7 @@ void check_access(const void* p, uint64_t bytes, Access access, uint64_t pc, uin
     if (access == READ || access == ATOMIC_READ) return;
     fault(EMU_OUT_OF_BOUNDS, r, p, pc, line, "a write into an input");
   }
-  const Fiber* f = emu_current;
-  const char* c = static_cast<const char*>(p);
-  if (c >= f->stack_low && c + bytes <= f->stack_high) return;
-  if (in_program(p)) return;
+  if (arena_elsewhere(p, bytes)) return;
   raise_at(EMU_OUT_OF_BOUNDS, line, pc, "an access far outside every buffer");
 }
 
@@ -272,33 +219,15 @@ void check_settle() {
 }
 
 void check_begin_launch(emu_launch* job, void** buffers) {
-  uint64_t largest = kMaxSharedBytes;
-  for (uint32_t i = 0; i < job->count; ++i)
-    if (job->buffers[i].bytes > largest) largest = job->buffers[i].bytes;
-  if (job->count > 64 || !map_arena(largest)) {
-    job->fault = EMU_UNSUPPORTED;
-    snprintf(job->message, sizeof job->message, "no address space for the buffers");
-    return;
-  }
-  for (Region& r : emu_arena.slots) r.role = UNUSED;
   epoch[0] = epoch[1] = 1;
   pending.active = undefined.active = want_restart = false;
-  for (uint32_t i = 0; i < job->count; ++i) {
-    const emu_buffer& b = job->buffers[i];
-    const Role role = b.output == 0 ? INPUT : b.output == 1 ? OUTPUT : FILLED_OUTPUT;
-    set_region(i, b.bytes, b.element, role, i);
-    buffers[i] = emu_arena.slots[i].data;
-    if (role == OUTPUT) memset(buffers[i], 0xff, b.bytes);
-    else memcpy(buffers[i], b.data, b.bytes);
-  }
+  arena_begin(job, buffers, true);
 }
 
-void* check_shared(uint32_t id, size_t bytes, size_t element) {
-  const uint32_t slot = 64 + id;
-  // Elements larger than four bytes are vectors or structs: four-byte granules.
-  set_region(slot, bytes, uint32_t(element), SHARED, id);
-  memset(emu_arena.slots[slot].data, 0xff, bytes);
-  return emu_arena.slots[slot].data;
+void* check_shared(uint32_t id, size_t bytes, size_t element, bool is_float) {
+  Region& r = arena_shared(id, bytes, element, is_float, true);
+  memset(r.data, 0xff, bytes);
+  return r.data;
 }
 
 void check_begin_group() {
@@ -333,11 +262,11 @@ void check_end_launch(emu_launch* job) {
     job->restart = 1;
     return;
   }
-  memset(restart_finer, 0, sizeof restart_finer);
+  for (Region& r : emu_arena.slots) r.finer = false;
   if (job->fault) return;
+  arena_copy_out(job);
   for (uint32_t i = 0; i < job->count; ++i) {
     Region& r = emu_arena.slots[i];
-    if (r.role == OUTPUT || r.role == FILLED_OUTPUT) memcpy(job->buffers[i].data, r.data, r.bytes);
     if (r.role != OUTPUT) continue;
     uint64_t missing = 0, where = 0;
     const uint64_t cells = r.bytes >> r.shift;

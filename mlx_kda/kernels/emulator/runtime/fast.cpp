@@ -16,7 +16,7 @@ void check_barrier(uint32_t) {}
 void check_simd(SimdGroup*, uint32_t, uint32_t) {}
 void check_end_group() {}
 void check_settle() {}
-void* check_shared(uint32_t, size_t bytes, size_t) {
+void* check_shared(uint32_t, size_t bytes, size_t, bool) {
   void* p = shared_memory + shared_used;
   shared_used += (bytes + 63) / 64 * 64;
   return p;

@@ -15,6 +15,7 @@ SharedVariable emu_shared_table[EMU_MAX_SHARED];
 static Stacks stacks;
 static Fiber fibers[kMaxThreads];
 static SimdGroup groups[kMaxThreads / kLanes];
+static uint32_t group_count;
 static void* scheduler_sp;
 static void** kernel_buffers;
 
@@ -40,7 +41,11 @@ static void** kernel_buffers;
 extern "C" void emu_raise(uint32_t kind, const char* message, uint32_t line) {
   raise_at(kind, line, 0, "%s", message);
 }
-extern "C" uint32_t emu_lane() { return emu_current->ids.lane; }
+extern "C" __attribute__((const)) uint32_t emu_lane() { return emu_current->ids.lane; }
+
+void each_simdgroup(void (*f)(SimdGroup*)) {
+  for (uint32_t s = 0; s < group_count; ++s) f(&groups[s]);
+}
 
 static void to_scheduler(Fiber* from) { emu_switch(&from->sp, scheduler_sp); }
 
@@ -107,7 +112,8 @@ extern "C" void emu_matrix_access(uint32_t line) {
   emu_current->trail = (emu_current->trail ^ line) * 0x9e3779b97f4a7c15ull + 1;
 }
 
-extern "C" void* emu_shared_new(uint32_t id, size_t bytes, size_t element, uint32_t line) {
+extern "C" void* emu_shared_new(uint32_t id, size_t bytes, size_t element, uint32_t is_float,
+                                uint32_t line) {
   SharedVariable& v = emu_shared_table[id];
   if (!v.data) {
     const size_t align = bytes >= 16 ? 16 : 4;
@@ -115,7 +121,7 @@ extern "C" void* emu_shared_new(uint32_t id, size_t bytes, size_t element, uint3
     if (emu_job->shared_bytes > kMaxSharedBytes)
       raise_at(EMU_LIMITS, line, 0, "%u bytes of threadgroup memory, the limit is %u",
                emu_job->shared_bytes, kMaxSharedBytes);
-    v = {check_shared(id, bytes, element), bytes, element};
+    v = {check_shared(id, bytes, element, is_float), bytes, element};
   } else if (v.bytes != bytes) {
     raise_at(EMU_UNSUPPORTED, line, 0, "one threadgroup variable with two sizes (%zu, %zu bytes)",
              v.bytes, bytes);
@@ -216,6 +222,7 @@ static void run_group(const uint32_t at[3], const uint32_t groups_per_grid[3]) {
     f.ids.index_in_group = i;
   }
   emu_current = nullptr;
+  group_count = simdgroups;
   check_begin_group();
   while (step(simdgroups, threads)) {
   }

@@ -31,6 +31,8 @@ struct Region {
   Role role;
   uint32_t shift;   // log2 of the granule
   uint32_t id;      // number of the buffer or of the threadgroup variable
+  bool is_float, constant;
+  bool finer;       // was written in pieces smaller than an element: one byte a granule
   Cell* cells;
   char* data;
 };
@@ -44,6 +46,13 @@ struct Arena {
   Region slots[kSlots];
 };
 extern Arena emu_arena;
+
+// Maps the buffers of a launch and copies them in; false (and the job's fault) if that fails.
+bool arena_begin(emu_launch* job, void** buffers, bool with_cells);
+Region& arena_shared(uint32_t id, size_t bytes, size_t element, bool is_float, bool with_cells);
+void arena_copy_out(emu_launch* job);
+// Memory of the thread itself: its stack, or a table of the program.
+bool arena_elsewhere(const void* p, uint64_t bytes);
 
 enum Access : uint32_t { READ, WRITE, ATOMIC_READ, ATOMIC_WRITE, ATOMIC_UPDATE };
 

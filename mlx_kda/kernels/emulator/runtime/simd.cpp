@@ -151,7 +151,7 @@ extern "C" uint64_t emu_simd(uint32_t op, uint32_t type, uint64_t value, uint32_
   return g->out[p][lane];
 }
 
-extern "C" emu_pair64 emu_mma(uint64_t a, uint64_t b, uint64_t c, uint32_t line) {
+extern "C" uint64_t emu_mma(uint64_t a, uint64_t b, uint64_t c, uint32_t line) {
   Fiber* f = emu_current;
   SimdGroup* g = f->group;
   const uint32_t p = g->phase, lane = f->lane;
@@ -178,7 +178,7 @@ extern "C" emu_pair64 emu_mma(uint64_t a, uint64_t b, uint64_t c, uint32_t line)
     g->phase ^= 1;
     release(g);
   }
-  return {g->out[p][lane], 0};
+  return g->out[p][lane];
 }
 
 extern "C" uint64_t emu_peek(const volatile void* p, uint32_t bytes) {

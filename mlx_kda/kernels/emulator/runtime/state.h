@@ -12,7 +12,9 @@ struct emu_buffer {
   void* data;
   uint64_t bytes;
   uint32_t element;      // bytes of an element
-  uint32_t output;       // 0 input, 1 output, 2 output that init_value has filled
+  uint32_t role;         // 0 input, 1 output, 2 output that init_value has filled
+  uint32_t is_float;     // of a floating type
+  uint32_t constant;     // in the constant address space
 };
 struct emu_launch {
   emu_buffer* buffers;
@@ -68,6 +70,7 @@ void check_barrier(uint32_t flags);
 void check_simd(SimdGroup* g, uint32_t op, uint32_t argument);
 void check_end_group();
 void check_settle();                       // judges a write that conflicted unless it changed nothing
-void* check_shared(uint32_t id, size_t bytes, size_t element);
+void* check_shared(uint32_t id, size_t bytes, size_t element, bool is_float);
+void each_simdgroup(void (*f)(SimdGroup*));  // of the running threadgroup
 [[noreturn]] void stop_launch();           // back to the scheduler for good
 [[noreturn]] void raise_at(uint32_t kind, uint32_t line, uint64_t pc, const char* format, ...);
