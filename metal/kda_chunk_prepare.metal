@@ -12,7 +12,7 @@
 //
 // Inputs   q, k [B,T,H,Dk]  g, A_log, dt_bias, beta (see kda_common.h)  lengths [>=B] int
 //          dims [T, H, Hv, start, chunks] int  params [scale, bound] float
-// Outputs  kq, kh in OpT; tri, decay in float: [B*Hv, chunks, ...] as in kda_chunk.h
+// Outputs  kq in OpT; kh, tri, decay in float: [B*Hv, chunks, ...] as in kda_chunk.h
 //
 // Thread map: a threadgroup of 4 SIMD-groups a chunk and value head; grid (128 * chunks, B*Hv).
 // Slabs of W = 64 channels (32 where 64 does not divide Dk). In a slab:
@@ -160,19 +160,19 @@ for (int base = 0; base < Dk; base += W) {
     const int at = channel % 8 * 8;
     device Op4* kq_at = (device Op4*)(kq + (place * (Dk / KDA_SLAB) + slab) * KDA_KQ_SLAB +
                                       (eighth * 4 + block) * KDA_TILE + at);
-    device Op4* kh_at = (device Op4*)(kh + (place * (Dk / KDA_SLAB) + slab) * KDA_KH_SLAB +
+    device float4* kh_at = (device float4*)(kh + (place * (Dk / KDA_SLAB) + slab) * KDA_KH_SLAB +
                                       (eighth * 2 + block) * KDA_TILE + at);
     KDA_UNROLL
     for (int i = 0; i < 2; ++i) {
       Op4 k_before = Op4(0);
       Op4 q_before = Op4(0);
-      Op4 k_after = Op4(0);
+      float4 k_after = float4(0.0f);
       KDA_UNROLL
       for (int j = 0; j < 4; ++j) {
         const int t = 4 * i + j;
         k_before[j] = static_cast<OpT>(ERASE ? k_c[t] * prefix[t] * before : 0.0f);
         q_before[j] = static_cast<OpT>(q_c[t] * prefix[t] * before);
-        k_after[j] = static_cast<OpT>(k_c[t] * suffix[t] * after);
+        k_after[j] = k_c[t] * suffix[t] * after;
       }
       kq_at[i] = k_before;
       kq_at[2 * KDA_TILE / 4 + i] = q_before;

@@ -2,7 +2,7 @@
 //
 //   R = V - K~ S^T     U = T R     O = Q~ S^T + M U     S <- S * P_16 + U^T K^
 //
-// Inputs   kq, kh (OpT), tri, decay (see kda_chunk.h)  v [B,T,Hv,Dv]  state [B,Hv,Dv,Dk] float
+// Inputs   kq (OpT), kh, tri, decay (see kda_chunk.h)  v [B,T,Hv,Dv]  state [B,Hv,Dv,Dk] float
 //          lengths [>=B] int  dims [T, Hv, start, count, chunks] int
 // Outputs  o [B,count,Hv,Dv]: tokens start .. start+count;  state_out [B,Hv,Dv,Dk]
 //
@@ -15,14 +15,15 @@
 // Order of reductions: channels in tiles of 8 inside the matrix unit, even and odd tiles apart.
 // Why: 102 matrix products per 16 tokens and 8 columns (64 for R and O, 3 for U, 3 for M U, 32 for
 // S) and not one cross-lane sum. Four SIMD-groups share a slab, so memory is read Dv/32 times; Dv/32
-// threadgroups a head still fill a large GPU. The operands may be half, S and all sums stay float.
+// threadgroups a head still fill a large GPU. K~ and Q~ may be half: the recurrence corrects what an
+// inexact K~ predicts. K^ stays float, as do S and all sums: its rounding would add up in S.
 
 constexpr int SLABS = Dk / KDA_SLAB;
-constexpr int SLAB4 = KDA_KQ_SLAB / 4;  // vectors of 4 in a slab of kq, 2 a thread
-constexpr int HALF4 = KDA_KH_SLAB / 4;  // in a slab of kh, 1 a thread
-typedef vec<OpT, 4> Op4;
+constexpr int KQ16 = KDA_KQ_SLAB * int(sizeof(OpT)) / 16;  // 16-byte pieces of a slab: 128 or 256
+constexpr int KH16 = KDA_KH_SLAB * 4 / 16;                 // 128, one a thread
+constexpr bool TWO = KQ16 > 128;                           // two pieces a thread
 
-threadgroup Op4 slabs[2 * SLAB4];
+threadgroup float4 slabs[2 * KQ16];
 threadgroup float decay_s[2 * KDA_SLAB];
 
 const int T = dims[0];
@@ -43,8 +44,8 @@ const int valid = clamp(int(lengths[b]) - start, 0, count);
 const int fm = lane / 16 * 4 + lane / 2 % 4;
 const int fn = lane / 8 % 2 * 4 + lane % 2 * 2;
 
-const device Op4* kq4 = (const device Op4*)kq + size_t(head) * chunks * SLABS * SLAB4;
-const device Op4* kh4 = (const device Op4*)kh + size_t(head) * chunks * SLABS * HALF4;
+const device float4* kq4 = (const device float4*)kq + size_t(head) * chunks * SLABS * KQ16;
+const device float4* kh4 = (const device float4*)kh + size_t(head) * chunks * SLABS * KH16;
 
 simdgroup_float8x8 S[Dk / 8];
 const size_t state_at = (size_t(head) * Dv + dv0) * Dk;
@@ -53,7 +54,9 @@ for (int i = 0; i < Dk / 8; ++i) {
   simdgroup_load(S[i], state + state_at + 8 * i, Dk, ulong2(0, 0), true);
 }
 slabs[tid] = kq4[tid];
-slabs[tid + 128] = kq4[tid + 128];
+if (TWO) {
+  slabs[tid + 128] = kq4[tid + 128];
+}
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
 for (int n = 0; n < chunks; ++n) {
@@ -81,10 +84,10 @@ for (int n = 0; n < chunks; ++n) {
   KDA_UNROLL
   for (int s = 0; s < SLABS; ++s) {
     const bool last = s + 1 == SLABS;
-    const Op4 next0 = last ? kh4[tid] : kq4[(s + 1) * SLAB4 + tid];
-    const Op4 next1 = last ? Op4(0) : kq4[(s + 1) * SLAB4 + 128 + tid];
+    const float4 next0 = last ? kh4[tid] : kq4[(s + 1) * KQ16 + tid];
+    const float4 next1 = last || !TWO ? float4(0.0f) : kq4[(s + 1) * KQ16 + 128 + tid];
     const float next_decay = last && tid < KDA_SLAB ? decay_at[tid] : 0.0f;
-    threadgroup const OpT* slab = (threadgroup const OpT*)(slabs + s % 2 * SLAB4);
+    threadgroup const OpT* slab = (threadgroup const OpT*)(slabs + s % 2 * KQ16);
     KDA_UNROLL
     for (int i = 0; i < KDA_SLAB / 8; ++i) {
       simdgroup_matrix<OpT, 8, 8> A;
@@ -101,17 +104,17 @@ for (int n = 0; n < chunks; ++n) {
         simdgroup_multiply_accumulate(O[to], A, S[4 * s + i], O[to]);
       }
     }
-    slabs[(s + 1) % 2 * SLAB4 + tid] = next0;
+    slabs[(s + 1) % 2 * KQ16 + tid] = next0;
     if (last) {
       if (tid < KDA_SLAB) {
         decay_s[(s + 1) % 2 * KDA_SLAB + tid] = next_decay;
       }
-    } else {
-      slabs[(s + 1) % 2 * SLAB4 + 128 + tid] = next1;
+    } else if (TWO) {
+      slabs[(s + 1) % 2 * KQ16 + 128 + tid] = next1;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
-  kq4 += SLABS * SLAB4;
+  kq4 += SLABS * KQ16;
 
   simdgroup_float8x8 U[2];
   {
@@ -148,38 +151,42 @@ for (int n = 0; n < chunks; ++n) {
   for (int s = 0; s < SLABS; ++s) {
     const bool last = s + 1 == SLABS;
     const int now = (SLABS + s) % 2;
-    Op4 next0 = Op4(0);
-    Op4 next1 = Op4(0);
+    float4 next0 = float4(0.0f);
+    float4 next1 = float4(0.0f);
     float next_decay = 0.0f;
     if (!last) {
-      next0 = kh4[(s + 1) * HALF4 + tid];
+      next0 = kh4[(s + 1) * KH16 + tid];
       next_decay = tid < KDA_SLAB ? decay_at[(s + 1) * KDA_SLAB + tid] : 0.0f;
     } else if (n + 1 < chunks) {
       next0 = kq4[tid];
-      next1 = kq4[128 + tid];
+      if (TWO) {
+        next1 = kq4[128 + tid];
+      }
     }
-    threadgroup const OpT* slab = (threadgroup const OpT*)(slabs + now * SLAB4);
+    threadgroup const float* slab = (threadgroup const float*)(slabs + now * KQ16);
     KDA_UNROLL
     for (int i = 0; i < KDA_SLAB / 8; ++i) {
       const float kept = decay_s[now * KDA_SLAB + 8 * i + fm];
       S[4 * s + i].thread_elements()[0] *= kept;
       S[4 * s + i].thread_elements()[1] *= kept;
-      simdgroup_matrix<OpT, 8, 8> A;
+      simdgroup_float8x8 A;
       KDA_UNROLL
       for (int m = 0; m < 2; ++m) {
         simdgroup_load(A, slab + (2 * i + m) * KDA_TILE, 8);
         simdgroup_multiply_accumulate(S[4 * s + i], A, U[m], S[4 * s + i]);
       }
     }
-    slabs[(1 - now) * SLAB4 + tid] = next0;
+    slabs[(1 - now) * KQ16 + tid] = next0;
     if (last) {
-      slabs[(1 - now) * SLAB4 + 128 + tid] = next1;
+      if (TWO) {
+        slabs[(1 - now) * KQ16 + 128 + tid] = next1;
+      }
     } else if (tid < KDA_SLAB) {
       decay_s[(1 - now) * KDA_SLAB + tid] = next_decay;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
-  kh4 += SLABS * HALF4;
+  kh4 += SLABS * KH16;
 }
 
 KDA_UNROLL

@@ -52,7 +52,7 @@ def check() -> bool:
                 o, S = run(kernel, x, dtype, runner=RUNNER, **options)
                 errors = [oracle.error(o, truth[0]), oracle.error(S, truth[1])]
                 if mode == "half":
-                    bounds = [max(3e-3, 2 * rounding), 3e-3]
+                    bounds = [2 * rounding, 5e-4]
                 else:
                     bounds = [5 * floor[0] + 1.1 * (rounding if dtype != "float32" else 0),
                               5 * floor[1]]  # fmt: skip

@@ -14,7 +14,7 @@ from mlx_kda.kernels.sources import SOURCES
 pytestmark = pytest.mark.skipif(find_clang() is None, reason="no clang and no ziglang wheel")
 
 DTYPES = {"float32": "float", "float16": "float16_t", "bfloat16": "bfloat16_t"}
-FLOAT32 = ("A_log", "dt_bias", "state", "state_out", "params", "tri", "decay", "weight")
+FLOAT32 = ("A_log", "dt_bias", "state", "state_out", "params", "tri", "decay", "weight", "kh")
 INT32 = ("lengths", "dims")
 SMALL = ("dims", "params")
 
@@ -51,7 +51,7 @@ def generated(name, dtype, operand, names, values):
             return mx.int32
         if argument in FLOAT32:
             return mx.float32
-        return getattr(mx, operand if argument in ("kq", "kh") else dtype)
+        return getattr(mx, operand if argument == "kq" else dtype)
 
     kernel = metal_kernel(
         name=name,

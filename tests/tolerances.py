@@ -18,8 +18,8 @@ MODEL_LONG = 1e-5  # logits and states after thousands of equal tokens, chunks a
 
 # Kernels with 16-bit activations, over the error of rounding the true output to that dtype.
 ROUNDED_ONCE = 1.1  # float32 inside, one rounding at the end
-HALF_OVER_ROUNDING = 2.0  # float16 operands inside, uncorrelated keys
-HALF_CORRELATED = 3e-3  # the same on correlated keys: norm of the error over norm of the truth
+HALF_OVER_ROUNDING = 2.0  # float16 K~ and Q~ inside, any row of the table
+HALF_STATE = 5e-4  # the state after it: norm of the error over norm of the truth
 
 # Largest error of a quantised weight over the largest weight, by mode and bits. Affine: one step of
 # the range. e2m1 is coarsest between 4 and 6, and a power-of-two scale may clip; e4m3 has 3 bits.

@@ -50,8 +50,9 @@ def kda_chunk(
         q, k, v, g, beta, scale, state, lengths, erase: as `mlx_kda.kda_ref` takes them.
         law: given, ``g`` is the raw gate a [B, T, Hv, Dk] in any float dtype.
         beta_law: "given", "sigmoid" (``beta`` is the raw b) or "twice" (2 sigmoid(b)).
-        mode: "exact", float operands, as accurate as the recurrence in float32; or "half", float16
-            operands with float32 state and sums, for 16-bit activations.
+        mode: "exact", float operands, as accurate as the recurrence in float32; or "half", K~
+            and Q~ in float16 (the state, its updates and all sums stay float32), for 16-bit
+            activations.
         segment: tokens of one pair of launches, a multiple of 16.
         runner: "metal", "emulator", "emulator-fast", "cuda" or "auto".
 
@@ -93,7 +94,7 @@ def kda_chunk(
             grid=(THREADS * chunks, heads, 1),
             threadgroup=(THREADS, 1, 1),
             output_shapes=[(heads, chunks, size) for size in sizes],
-            output_dtypes=[operand, operand, mx.float32, mx.float32],
+            output_dtypes=[operand, mx.float32, mx.float32, mx.float32],
         )
         o, S = scan(
             inputs=[*workspace, v, S, ends, integers((p.T, p.Hv, start, count, chunks))],
