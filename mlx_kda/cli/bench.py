@@ -1,6 +1,7 @@
 """Measure this package against its peers on this machine, and say how steady the numbers are."""
 
 import argparse
+import itertools
 import shlex
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ SUMMARY = "measure against peers on this machine"
 EXAMPLE = (
     "mlx-kda bench op --tokens 1,512,2048 --heads 32\n"
     "  mlx-kda bench model kimi-4bit --contexts 1024,8192\n"
+    "  mlx-kda bench endurance --steps 30000 --out results\n"
     "  mlx-kda bench plot results/op.json op"
 )
 
@@ -46,6 +48,16 @@ COLUMNS = {
         "peak_mb": "peak MB",
         "failed": "failed",
     },
+    "endurance": {
+        "run": "run",
+        "policy": "policy",
+        "tokens": "tokens",
+        "resident_mb": "resident MB",
+        "arrays": "live arrays",
+        "peak_mb": "peak MB",
+        "cache_mb": "cache MB",
+        "tokens_per_second": "tokens/s",
+    },
 }
 
 
@@ -68,6 +80,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     convert = _kind(kinds, "convert", "seconds and peak memory against mlx_lm.convert")
     convert.add_argument("source", metavar="SRC")
     convert.add_argument("--q-bits", type=int, metavar="N")
+
+    endurance = kinds.add_parser(
+        "endurance",
+        help="memory over long runs of a small model of 24 layers",
+        description="memory over long runs of a small random model of 24 layers",
+    )
+    endurance.add_argument("--steps", type=common.number(int, 0), default=30_000, metavar="N")
+    endurance.add_argument(
+        "--prompts", type=_integers, default=[20_000, 100_000], metavar="N,N", help="lengths"
+    )
+    endurance.add_argument("--policy", default="window:1024+16", help="default: window:1024+16")
+    endurance.add_argument("--out", metavar="DIR", help="write endurance.json and .csv there")
 
     plot = kinds.add_parser("plot", help="draw saved results to SVG and PNG")
     plot.add_argument("results", metavar="FILE", help="JSON that --out wrote")
@@ -144,6 +168,13 @@ def _rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         from mlx_kda.bench import model
 
         return model.run(Path(args.model), args.contexts, samples=args.samples, budget=args.budget)
+    if args.kind == "endurance":
+        from mlx_kda.bench import endurance
+
+        return itertools.chain(
+            endurance.decode(args.steps, policy=args.policy),
+            endurance.prompts(args.prompts, policy=args.policy),
+        )
     from mlx_kda.bench import conversion
 
     return conversion.run(Path(args.source), q_bits=args.q_bits, samples=min(args.samples, 3))
