@@ -22,6 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from helpers import layer64, oracle  # noqa: E402
 from helpers.kernels import OPS, as_dtype, f32, law, memory, numpy, rounded, run, step  # noqa: E402
 
+from mlx_kda.kernels.epilogue import kda_epilogue  # noqa: E402
 from mlx_kda.kernels.prologue import kda_prologue  # noqa: E402
 
 RUNNER = "cuda"
@@ -72,7 +73,7 @@ def check() -> bool:
 
 
 def one_layer(T, Dk, Dv, dtype, bound, B=2) -> bool:
-    """A ragged step through kda_decode, and its projections through kda_prologue."""
+    """A ragged step through kda_decode, its projections and gates through prologue and epilogue."""
     layer = layer64.make(B=B, T=T, H=1, Hv=2, Dk=Dk, Dv=Dv, lower_bound=bound,
                          rounded=rounded(dtype), seed=T)  # fmt: skip
     lengths = [T, T // 2]
@@ -92,10 +93,16 @@ def one_layer(T, Dk, Dv, dtype, bound, B=2) -> bool:
     errors += [oracle.error(numpy(x), t) for x, t in zip(qkv, layer.mixed(), strict=True)]
     windows = all(np.array_equal(numpy(a), np.float32(b))
                   for a, b in zip(mem[:3], truth[2], strict=True))  # fmt: skip
+    rows = mx.array(layer.z.shape[1:2] * B)
+    z = f32(layer.z).astype(kind)
+    out = kda_epilogue(z, z, f32(layer.weight), layer.eps, lengths=rows, runner=RUNNER)
+    norm = np.sqrt((layer.z**2).mean(-1, keepdims=True) + layer.eps)
+    gated = layer.z / norm * layer.weight * layer64.sigmoid(layer.z)
+    errors.append(oracle.error(numpy(out), gated))
     limit = {"float32": 2e-6, "float16": 4e-4, "bfloat16": 3e-3}[dtype]
     ok = windows and errors[1] < 2e-6 and all(e < limit for e in errors)
     say(test="decode", T=T, Dk=Dk, Dv=Dv, dtype=dtype, y=errors[0], state=errors[1],
-        prologue=max(errors[2:]), windows=windows, ok=ok)  # fmt: skip
+        prologue=max(errors[2:5]), epilogue=errors[5], windows=windows, ok=ok)  # fmt: skip
     return ok
 
 

@@ -1,4 +1,4 @@
-"""kda_decode and kda_prologue against a layer in float64, in the checked emulator."""
+"""kda_decode, kda_prologue and kda_epilogue against a layer in float64, in the checked emulator."""
 
 from dataclasses import replace
 
@@ -17,6 +17,7 @@ from mlx_kda.kernels.decode import (
     supported,
     token_capacity,
 )
+from mlx_kda.kernels.epilogue import kda_epilogue
 from mlx_kda.kernels.prologue import kda_prologue
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -194,6 +195,31 @@ def test_the_prologue(T, Dk, Dv, taps, dtype):
         assert x.dtype == kind and oracle.error(numpy(x), t) < bound
     for x, t in zip(next_windows, windows, strict=True):
         assert np.array_equal(numpy(x), np.float32(t))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("B,T,Hv,Dv", [(1, 1, 1, 32), (2, 5, 3, 96), (1, 3, 2, 256)])
+def test_the_epilogue(B, T, Hv, Dv, dtype):
+    """One rounding; rows not divisible by 4; poison past a length gives 0."""
+    rng = np.random.default_rng(T)
+    r = rounded(dtype)
+    o, z = (r(rng.standard_normal((B, T, Hv, Dv))).astype(np.float64) for _ in range(2))
+    o *= 1e-3
+    o = r(o).astype(np.float64)
+    weight = rng.uniform(0.5, 2, Dv).astype(np.float32)
+    lengths = [T] * (B - 1) + [T - 1]
+    truth = o / np.sqrt((o**2).mean(-1, keepdims=True) + 1e-5) * weight * layer64.sigmoid(z)
+    truth[-1, T - 1 :] = 0
+    o[-1, T - 1 :] = np.nan
+    z[-1, T - 1 :] = 1e30
+    kind = getattr(mx, dtype)
+    y = kda_epilogue(
+        *(f32(o).astype(kind), f32(z).astype(kind), mx.array(weight), 1e-5),
+        lengths=mx.array(lengths),
+        runner="emulator",
+    )
+    bound = max(OP_FLOAT32, ROUNDED_ONCE * oracle.error(r(truth), truth))
+    assert y.dtype == kind and oracle.error(numpy(y), truth) < bound
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ def templates(name, operand):
     if name == "kda_chunk_prepare":
         laws = [(g, b, e) for g in gates for b in betas for e in flags]
         return "OpT Dk GATE BETA ERASE", [(operand, Dk, *law) for Dk in DIMS for law in laws]
+    if name == "kda_epilogue":
+        return "InT Dv", [("InT", Dv) for Dv in DIMS]
     if name == "kda_prologue":
         return "InT Dk Dv TAPS", [("InT", *s, taps) for s in sizes for taps in (2, 4)]
     if name == "kda_recurrent":

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from . import chunk, decode, prologue, recurrent
+from . import chunk, decode, epilogue, prologue, recurrent
 from .arguments import GateLaw
 from .decode import Memory
 
@@ -118,7 +118,8 @@ def mix(
         o, state = chunk.kda_chunk(q, k, v, a, b, **options, mode=mode, runner=runner)
     else:
         o, state = recurrent.kda_recurrent(q, k, v, a, b, **options, runner=runner)
-    return _gated_norm(o, z, p), Memory(*windows, state)
+    y = epilogue.kda_epilogue(o, z, p.weight, p.eps, lengths=lengths, runner=runner)
+    return y, Memory(*windows, state)
 
 
 def warm_up(
@@ -165,9 +166,3 @@ def warm_up(
     if progress is not None:
         progress(len(jobs), len(jobs), "")
     return done
-
-
-def _gated_norm(o: mx.array, z: mx.array, p: Parameters) -> mx.array:
-    # float32 through both steps: one rounding, as in the decode kernel.
-    o32 = mx.fast.rms_norm(o.astype(mx.float32), p.weight.astype(mx.float32), p.eps)
-    return (o32 * mx.sigmoid(z.astype(mx.float32))).astype(o.dtype)

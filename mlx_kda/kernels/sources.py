@@ -66,6 +66,12 @@ SOURCES = {
             ("kq", "kh", "tri", "decay", "v", "state", "lengths", "dims"),
             ("o", "state_out"),
         ),
+        Source(
+            "kda_epilogue",
+            ("kda_common.h",),
+            ("o", "z", "weight", "lengths", "dims", "params"),
+            ("y",),
+        ),
     )
 }
 
