@@ -26,8 +26,8 @@ from .quantise import Recipe, finish_step, is_cast
 from .report import ConversionReport, starred
 from .source import INDEX, Source, open_source, read_json
 from .steps import Mapping, Step
-from .tensor_files import write_file
 from .written_config import written_config
+from .writing import write_file
 
 SHARD_BYTES = 5_000_000_000
 DTYPE_WORDS = {

@@ -1,14 +1,11 @@
-"""Safetensors files by their headers: what one holds, a tensor's bytes, writing in a stream.
+"""Safetensors files by their headers: what one holds, and a tensor's bytes.
 
-`mx.load` reads whole files; a converter must read one tensor at a time, say which file is
-truncated, and write a file larger than it wants to hold in memory.
+`mx.load` reads whole files; a converter must read one tensor at a time and say which file is
+truncated.
 """
 
-import hashlib
 import json
-import os
 import struct
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -122,7 +119,11 @@ def _entry(path: Path, name: str, entry: dict, start: int, size: int) -> Stored:
 
 def read_tensor(stored: Stored) -> mx.array:
     """Read one tensor, bits unchanged; CheckpointError if the file ends too soon."""
-    carrier = DTYPES[DTYPE_NAMES[stored.dtype]][1]
+    return as_array(stored, read_bytes(stored))
+
+
+def read_bytes(stored: Stored) -> np.ndarray:
+    """The bytes of one tensor; CheckpointError if the file ends too soon."""
     data = np.empty(stored.nbytes, np.uint8)
     view = memoryview(data)
     try:
@@ -136,61 +137,11 @@ def read_tensor(stored: Stored) -> mx.array:
                 done += count
     except OSError as error:
         raise CheckpointError(f"{stored.file.name} cannot be read: {error.strerror}") from error
-    bits = mx.array(data.view(carrier).reshape(stored.shape))
-    return bits.view(stored.dtype) if bits.dtype != stored.dtype else bits
+    return data
 
 
-def write_file(
-    path: Path,
-    tensors: dict[str, Spec],
-    arrays: Iterable[tuple[str, mx.array]],
-    wrote: Callable[[int], None] = lambda count: None,
-    metadata: dict[str, str] | None = None,
-) -> str:
-    """Write a safetensors file in a stream: the header from `tensors`, then each array as it comes.
-
-    `arrays` yields every tensor of `tensors`, in that order; `wrote` hears how many bytes went out.
-    `metadata` is the file's own, texts by name. Returns the SHA-256 of the file. The caller gives a
-    temporary name and renames.
-    """
-    header, offset = {"__metadata__": metadata or {"format": "mlx"}}, 0
-    for name, spec in tensors.items():
-        header[name] = {
-            "dtype": DTYPE_NAMES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [offset, offset + spec.nbytes],
-        }
-        offset += spec.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-
-    digest = hashlib.sha256()
-    with path.open("wb") as file:
-
-        def put(block) -> None:
-            file.write(block)
-            digest.update(block)
-            wrote(len(block))
-
-        put(struct.pack("<Q", len(text)) + text)
-        expected = iter(tensors.items())
-        for name, array in arrays:
-            wanted, spec = next(expected)
-            if (name, array.shape, array.dtype) != (wanted, spec.shape, spec.dtype):
-                raise RuntimeError(
-                    f"planned {wanted} {spec}, got {name} {array.shape} {array.dtype}"
-                )
-            put(array_bytes(array))
-        if left := [name for name, _ in expected]:
-            raise RuntimeError(f"planned but not written: {left}")
-        file.flush()
-        os.fsync(file.fileno())
-    return digest.hexdigest()
-
-
-def array_bytes(array: mx.array) -> memoryview:
-    """The bytes of an array, row-major, without another copy where it is already contiguous."""
-    carrier = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}[array.dtype.size]
-    bits = mx.contiguous(array).view(carrier)
-    mx.eval(bits)
-    return memoryview(np.array(bits, copy=False)).cast("B")
+def as_array(spec: Spec, data: np.ndarray) -> mx.array:
+    """The array whose bytes these are."""
+    carrier = DTYPES[DTYPE_NAMES[spec.dtype]][1]
+    bits = mx.array(data.view(carrier).reshape(spec.shape))
+    return bits.view(spec.dtype) if bits.dtype != spec.dtype else bits

@@ -12,7 +12,7 @@ import pytest
 from helpers.checkpoints import edit_json, write_json
 from helpers.tiny_checkpoint import weights, write_checkpoint
 
-from mlx_kda.convert import convert, inspect, tensor_files
+from mlx_kda.convert import convert, inspect, tensor_files, writing
 from mlx_kda.errors import UserError
 
 FIRST, SECOND = (f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
@@ -254,7 +254,7 @@ def test_a_failed_overwrite_leaves_the_old_output(source, tmp_path, monkeypatch)
 
 def failing_write(monkeypatch, after: int, error: BaseException) -> None:
     """Make the writing of weights fail after so many tensors."""
-    real, count = tensor_files.array_bytes, 0
+    real, count = writing.array_bytes, 0
 
     def fail(array):
         nonlocal count
@@ -263,7 +263,7 @@ def failing_write(monkeypatch, after: int, error: BaseException) -> None:
             raise error
         return real(array)
 
-    monkeypatch.setattr(tensor_files, "array_bytes", fail)
+    monkeypatch.setattr(writing, "array_bytes", fail)
 
 
 @pytest.mark.parametrize("after", [0, 5, 60])

@@ -11,7 +11,8 @@ import pytest
 from helpers.tiny_checkpoint import write_checkpoint
 
 import mlx_kda
-from mlx_kda.convert.tensor_files import Spec, read_header, read_tensor, write_file
+from mlx_kda.convert.tensor_files import Spec, read_header, read_tensor
+from mlx_kda.convert.writing import write_file
 from mlx_kda.errors import CheckpointError, UserError
 from mlx_kda.session import Session
 

@@ -14,8 +14,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..convert.tensor_files import Spec, read_header, read_tensor, write_file
+from ..convert.tensor_files import Spec, read_header, read_tensor
+from ..convert.writing import write_file
 from ..errors import CheckpointError, UserError
+from ..files import new_file
 from .checkpoints import NEWEST_KEPT, Checkpoint
 from .fingerprint import fingerprint
 from .latents import LatentCache, packing
@@ -51,16 +53,13 @@ def save(path: str | Path, context: Any, session: dict[str, Any]) -> None:
         "session": json.dumps(session, ensure_ascii=False),
     }
     specs = {name: Spec(array.shape, array.dtype) for name, array in arrays.items()}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        write_file(temporary, specs, arrays.items(), metadata=metadata)
-        os.replace(temporary, path)
+        with new_file(path) as temporary:
+            write_file(temporary, specs, arrays.items(), metadata=metadata)
         _sync_folder(path.parent)
     except OSError as error:
         before = "; the file of before is untouched" if path.exists() else ""
         raise UserError(f"cannot save {path}: {error.strerror}{before}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def read(path: str | Path, model: nn.Module) -> tuple[dict[str, mx.array], dict[str, Any]]:
