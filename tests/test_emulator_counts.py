@@ -3,8 +3,9 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.shipped import mlx_header, mlx_lm_gated_delta
 
+from mlx_kda.bench import counters
+from mlx_kda.bench.shipped import mlx_call, mlx_gated_delta, mlx_lm_call, mlx_lm_gated_delta
 from mlx_kda.kernels import metal_kernel
 from mlx_kda.kernels.counts import Counts, count, counting
 
@@ -212,15 +213,8 @@ def test_mlx_lm_vector_kernel_calibrates_the_model():
     T, H, D, dtype = 64, 1, 128, mx.bfloat16
     q, g = mx.ones((1, T, H, D), dtype), mx.ones((1, T, H, D))
     kernel = mlx_lm_gated_delta(metal_kernel)["gated_delta_step_vec"]
-    per = count(
-        kernel,
-        inputs=[q, q, q, g, mx.ones((1, T, H), dtype), mx.zeros((1, H, D, D)), T],
-        template=[("InT", dtype), ("StT", mx.float32), ("Dk", D), ("Dv", D), ("Hk", H), ("Hv", H)],
-        grid=(32, D, H),
-        threadgroup=(32, 4, 1),
-        output_shapes=[(1, T, H, D), (1, H, D, D)],
-        output_dtypes=[dtype, mx.float32],
-    ).per(T * H)
+    arrays = (q, q, q, g, mx.ones((1, T, H), dtype), mx.zeros((1, H, D, D)))
+    per = count(kernel, **mlx_lm_call(*arrays)).per(T * H)
     assert per.simd_sums == 2 * D and per.fma == 3 * 4 * D
     assert per.alu_cycles == pytest.approx(1760, rel=0.07)
     assert per.l1_cycles == pytest.approx(2050, rel=0.03)
@@ -228,25 +222,16 @@ def test_mlx_lm_vector_kernel_calibrates_the_model():
 
 def test_mlx_chunk_kernel_does_102_matrix_products_for_8_tokens_and_8_columns():
     T, D = 16, 128
-    kernel = metal_kernel(
-        name="fused",
-        input_names=["q", "k", "v", "state_in", "g", "beta", "T"],
-        output_names=["y", "state_out"],
-        source=f"""
-            constant int tokens = T;
-            gated_delta_fused_chunk<float, {D}, {D}, 1, 1, 8>(
-                q, k, v, state_in, g, beta, y, state_out, tokens, thread_position_in_grid,
-                thread_position_in_threadgroup, thread_index_in_simdgroup);
-        """,
-        header=mlx_header("gated_delta_update.h", constants={"save_state": False}),
-    )
+    name = "gated_delta_fused_chunk"
     q, g = mx.ones((1, T, 1, D)), mx.ones((1, T, 1))
-    c = count(
-        kernel,
-        inputs=[q, q, q, mx.zeros((1, 1, D, D)), g, g, T],
-        grid=(32, D // 8, 1),
-        threadgroup=(32, 4, 1),
-        output_shapes=[q.shape, (1, 1, D, D)],
-        output_dtypes=[mx.float32, mx.float32],
-    )
+    call = mlx_call(name, q, q, q, g, g, mx.zeros((1, 1, D, D)))
+    c = count(mlx_gated_delta(metal_kernel, name), **call)
     assert c.mma == 102 * (T // 8) * (D // 8)
+
+
+def test_bench_counters_prints_ours_beside_the_peers():
+    rows = {row["candidate"]: row for row in counters.run(tokens=32, dim=64)}
+    ours, theirs = rows["ours chunk exact"], rows["mlx-lm gated_delta_step_vec"]
+    assert ours["mma"] > 0 and theirs["mma"] == 0 and theirs["simd_sums"] == 2 * 64
+    assert ours["device_bytes"] < theirs["device_bytes"] / 4
+    assert "model" in ours["cycles"] and set(counters.COLUMNS) <= set(ours)

@@ -9,13 +9,18 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.shipped import mlx_header, mlx_lm_gated_delta
 from tolerances import OUTPUT_ROUNDING
 
+from mlx_kda.bench.shipped import (
+    mlx_call,
+    mlx_gated_delta,
+    mlx_header,
+    mlx_lm_call,
+    mlx_lm_gated_delta,
+)
 from mlx_kda.kernels import metal_kernel
 
 checked = partial(metal_kernel, runner="emulator")
-ATTRIBUTES = "thread_position_in_grid, thread_position_in_threadgroup, thread_index_in_simdgroup"
 
 
 def close(a, b, dtype=mx.float32, scale=4):
@@ -45,36 +50,8 @@ def delta_inputs(B, T, Hk, Hv, Dk, Dv, dtype=mx.float32, per_channel=False):
 # ---- MLX's gated delta rule ----
 
 
-@pytest.fixture(scope="module")
-def gated_delta_header():
-    return mlx_header("gated_delta_update.h", constants={"save_state": False})
-
-
-def mlx_gated_delta(header, kernel, q, k, v, g, beta, state):
-    B, T, Hk, Dk = q.shape
-    Hv, Dv = v.shape[2:]
-    cache = "" if kernel == "gated_delta_fused_chunk" else "(device float*)state_out, "
-    source = f"""
-        constant int tokens = T;
-        {kernel}<InT, Dk, Dv, Hk, Hv, 8>(
-            q, k, v, state_in, g, beta, y, state_out, tokens, {cache}{ATTRIBUTES});
-    """
-    made = checked(
-        name=kernel,
-        input_names=["q", "k", "v", "state_in", "g", "beta", "T"],
-        output_names=["y", "state_out"],
-        source=source,
-        header=header,
-    )
-    rows = Dv // 8 if kernel == "gated_delta_fused_chunk" else Dv
-    return made(
-        inputs=[q, k, v, state, g, beta, T],
-        template=[("InT", q.dtype), ("Dk", Dk), ("Dv", Dv), ("Hk", Hk), ("Hv", Hv)],
-        grid=(32, rows, B * Hv),
-        threadgroup=(32, 4, 1),
-        output_shapes=[v.shape, state.shape],
-        output_dtypes=[q.dtype, mx.float32],
-    )
+def run_mlx(name, *arrays):
+    return mlx_gated_delta(checked, name)(**mlx_call(name, *arrays))
 
 
 SIZES = [
@@ -87,24 +64,24 @@ SIZES = [
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("kernel", ["gated_delta_seq", "gated_delta_fused_chunk"])
-def test_mlx_gated_delta(gated_delta_header, kernel, size):
+def test_mlx_gated_delta(kernel, size):
     q, k, v, g, beta, state = delta_inputs(*size)
     # MLX's chunk kernel inverts by a Neumann product: beta near 1 on correlated keys spoils it.
     if kernel == "gated_delta_fused_chunk":
         beta = beta * 0.5
-    y, s = mlx_gated_delta(gated_delta_header, kernel, q, k, v, g, beta, state)
+    y, s = run_mlx(kernel, q, k, v, g, beta, state)
     want_y, want_s = mx.fast.gated_delta_update(q, k, v, g, beta, state)
     close(y, want_y, scale=20)
     close(s, want_s, scale=20)
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
-def test_mlx_gated_delta_in_half_precision(gated_delta_header, dtype):
+def test_mlx_gated_delta_in_half_precision(dtype):
     q, k, v, g, beta, state = delta_inputs(1, 24, 1, 2, 64, 64, dtype)
     g = g.astype(dtype)
     want_y, want_s = mx.fast.gated_delta_update(q, k, v, g, beta * 0.5, state)
     for kernel in ("gated_delta_seq", "gated_delta_fused_chunk"):
-        y, s = mlx_gated_delta(gated_delta_header, kernel, q, k, v, g, beta * 0.5, state)
+        y, s = run_mlx(kernel, q, k, v, g, beta * 0.5, state)
         close(y, want_y, dtype)
         close(s, want_s, dtype)
 
@@ -117,24 +94,8 @@ def mlx_lm_kernels():
     return mlx_lm_gated_delta(checked)
 
 
-def run_mlx_lm(kernel, q, k, v, g, beta, state, mask=None, rows=1):
-    B, T, Hk, Dk = q.shape
-    Hv, Dv = v.shape[2:]
-    return kernel(
-        inputs=[q, k, v, g, beta, state, T] + ([] if mask is None else [mask]),
-        template=[
-            ("InT", q.dtype),
-            ("StT", mx.float32),
-            ("Dk", Dk),
-            ("Dv", Dv),
-            ("Hk", Hk),
-            ("Hv", Hv),
-        ],
-        grid=(32, Dv // rows, B * Hv),
-        threadgroup=(32, 4, 1),
-        output_shapes=[(B, T, Hv, Dv), state.shape],
-        output_dtypes=[q.dtype, mx.float32],
-    )
+def run_mlx_lm(kernel, *arrays, **options):
+    return kernel(**mlx_lm_call(*arrays, **options))
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
@@ -146,7 +107,7 @@ def test_mlx_lm_step(mlx_lm_kernels, per_channel, masked, dtype):
     q, k, v, g, beta, state = delta_inputs(2, 9, 1, 2, 128, 64, dtype, per_channel)
     mask = mx.array(np.random.default_rng(1).uniform(size=(2, 9)) < 0.7) if masked else None
     name = "gated_delta_step" + "_vec" * per_channel + "_mask" * masked
-    y, s = run_mlx_lm(mlx_lm_kernels[name], q, k, v, g, beta, state, mask)
+    y, s = run_mlx_lm(mlx_lm_kernels[name], q, k, v, g, beta, state, mask=mask)
     want_y, want_s = gated_delta_ops(q, k, v, g, beta, state, mask)
     if masked:  # the kernel gives zeros at masked tokens, the ops whatever the state gives
         want_y = mx.where(mask[..., None, None], want_y, 0)

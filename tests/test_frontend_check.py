@@ -2,8 +2,8 @@
 
 import mlx.core as mx
 import pytest
-from helpers.shipped import mlx_header, mlx_lm_gated_delta
 
+from mlx_kda.bench.shipped import mlx_header, mlx_lm_gated_delta
 from mlx_kda.kernels import metal_kernel
 from mlx_kda.kernels.frontend import check, find_clang, frontend_check
 from mlx_kda.kernels.frontend.lint import lint

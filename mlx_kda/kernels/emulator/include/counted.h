@@ -55,6 +55,8 @@ struct emu_float {
   METAL_FUNC constexpr emu_float(float x) : v(x) {}
   template <class I, enable_if_t<emu_int_v<I>, int> = 0>
   METAL_FUNC constexpr emu_float(I x) : v(float(x)) {}
+  template <class B, enable_if_t<is_same_v<B, bfloat>, char> = 0>
+  METAL_FUNC constexpr emu_float(B x) : v(float(x)) {}
   template <class I, enable_if_t<emu_int_v<I> && !is_same_v<I, bool>, int> = 0>
   METAL_FUNC explicit constexpr operator I() const { return I(v); }
   METAL_FUNC explicit constexpr operator bool() const { return v != 0; }
@@ -65,7 +67,8 @@ struct emu_float {
 #undef EMU_ASSIGN
 };
 struct emu_product : emu_float {  // a product on its way to an addition, perhaps
-  METAL_FUNC explicit constexpr emu_product(float x) : emu_float(x) {}
+  template <class N, enable_if_t<emu_int_v<N> || is_same_v<N, float>, int> = 0>
+  METAL_FUNC constexpr emu_product(N x) : emu_float(x) {}
 };
 
 struct emu_half {

@@ -47,8 +47,8 @@ struct bfloat {
   METAL_FUNC constexpr bfloat(T x) : bits(emu_bfloat_bits(float(x))) {}
   template <class T, enable_if_t<!emu_int_v<T> && is_convertible_v<T, emu_float>, int> = 0>
   METAL_FUNC explicit constexpr bfloat(T x) : bits(emu_bfloat_bits(emu_plain(emu_float(x)))) {}
-  METAL_FUNC constexpr operator emu_float() const {
-    return emu_float(__builtin_bit_cast(float, uint32_t(bits) << 16));
+  METAL_FUNC constexpr operator float() const {
+    return __builtin_bit_cast(float, uint32_t(bits) << 16);
   }
   static constexpr bfloat from_bits(uint16_t b) { return __builtin_bit_cast(bfloat, b); }
 #define EMU_BF_ASSIGN(op)                                                  \
