@@ -91,20 +91,23 @@ class Session:
     def generate(self, max_tokens: int = 256, **options: Any) -> Iterator[Piece]:
         """Go on from the last token absorbed, piece by piece; ``options`` as for ``decode_text``.
 
-        A token is absorbed when its piece is yielded; closing the iterator early keeps those.
+        A token is absorbed when its piece is yielded; closing the iterator early keeps those. An
+        answer that the session ends in goes on as the same message.
         """
         if max_tokens < 0:
             raise UserError(f"max_tokens must be 0 or more, not {max_tokens}")
         self.statistics = options.pop("statistics", None) or Statistics()
         self.statistics.prompt_tokens = len(self.context.tokens)
         self.statistics.reused_tokens = len(self.context.tokens)
-        return decode_text(
+        pieces = decode_text(
             self.context,
             self.tokenizer,
             max_tokens=max_tokens,
             statistics=self.statistics,
             **options,
         )
+        in_answer = bool(self.transcript.ids) and self.transcript.ids == self.context.tokens
+        return self._say(self.transcript.ids, pieces) if in_answer else pieces
 
     # A conversation
 
@@ -169,9 +172,14 @@ class Session:
         return ends
 
     def _answer(self, wanted: list[int], pieces: Iterator[Piece]) -> Iterator[Piece]:
-        transcript = self.transcript
         answer = {"role": "assistant", "content": ""}
-        transcript.messages = [*transcript.messages, answer]
+        self.transcript.messages = [*self.transcript.messages, answer]
+        yield from self._say(wanted, pieces)
+
+    def _say(self, before: list[int], pieces: Iterator[Piece]) -> Iterator[Piece]:
+        """Add what comes to the last message; ``before`` are the ids that stand before it."""
+        transcript = self.transcript
+        answer = transcript.messages[-1]
         said: list[int] = []
         try:
             for piece in pieces:
@@ -181,7 +189,7 @@ class Session:
                 yield piece
         finally:
             pieces.close()
-            transcript.ids = wanted + said
+            transcript.ids = before + said
             transcript.said[len(transcript.messages) - 1] = len(transcript.ids)
 
     def undo(self) -> str | None:

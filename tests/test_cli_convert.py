@@ -216,8 +216,8 @@ def test_info_describes_what_cannot_run(copy, capsys):
 
 def test_info_counts_a_real_size(tmp_path, capsys):
     """Kimi Linear 48B's own shapes: 42 MB of state, 8,064 bytes of latents a token."""
-    from mlx_kda import footprint
     from mlx_kda.models.config import KimiLinearConfig
+    from mlx_kda.plan import need
 
     full = [4, 8, 12, 16, 20, 24, 27]
     config = KimiLinearConfig.from_dict(
@@ -236,9 +236,10 @@ def test_info_counts_a_real_size(tmp_path, capsys):
             },
         }
     )
-    assert footprint.latent_bytes(config, mx.bfloat16) == 8064
+    at = [need(config, 0, mx.bfloat16, n) for n in (1000, 1001)]
+    assert at[1].latents - at[0].latents == 8064
     state = 20 * 32 * 128 * 128 * 4
-    assert footprint.state_bytes(config, mx.bfloat16) == state + 20 * 3 * 3 * 4096 * 2
+    assert at[0].states == state + 20 * 3 * 3 * 4096 * 2
 
 
 def test_write_checkpoint_is_a_checkpoint(tmp_path):

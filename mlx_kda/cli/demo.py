@@ -66,7 +66,7 @@ def _answer(folder: Path, max_tokens: int, dtype: str) -> None:
     from mlx_kda.generate import Statistics, stream_generate
     from mlx_kda.session import Session
 
-    model, tokenizer = common.load_model(str(folder))
+    model, tokenizer = common.load_model(str(folder)), common.load_tokenizer(str(folder))
     if tokenizer.has_chat_template:
         conversation = Session(model, tokenizer)
         for question in QUESTIONS:

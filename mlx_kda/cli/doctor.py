@@ -72,7 +72,7 @@ def _layer(folder: str | None, heads: int) -> Any:
         layer.dt_bias = mx.random.uniform(-4, 1, layer.dt_bias.shape)
         layer.eval()
         return layer, mx.bfloat16
-    model, _ = common.load_model(folder)
+    model = common.load_model(folder)
     if not model.kda_layers:
         raise UserError(f"{folder} has no KDA layer, so no kernel to check")
     return model.kda_layers[0], model.model.norm.weight.dtype

@@ -1,20 +1,31 @@
-"""Answer one prompt, or go on from a text with --raw, streaming to standard output."""
+"""Answer one prompt, or go on from a text with --raw, streaming to standard output.
+
+With --session the text, its cache and its checkpoints are kept in a file: a later run goes on from
+there without reading anything again, and Ctrl-C keeps what was read and said so far.
+"""
 
 import argparse
-import contextlib
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_kda.cli import common
+from mlx_kda.cli.stopping import Stopped, stopping
 from mlx_kda.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mlx_kda.generate import Piece, Statistics
+    from mlx_kda.session import Session
 
 SUMMARY = "answer one prompt"
 EXAMPLE = (
     'mlx-kda generate kimi-4bit --prompt "What is an anchor?" --max-tokens 200 --stats\n'
-    "  mlx-kda generate kimi-4bit --prompt-file chapter.txt --raw --temp 0.7 --seed 1"
+    "  mlx-kda generate kimi-4bit --prompt-file chapter.txt --raw --temp 0.7 --seed 1\n"
+    "  mlx-kda generate kimi-4bit --prompt-file book.txt --policy window:8192+64 "
+    "--session book.session"
 )
 
 
@@ -30,10 +41,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ignore-eos", action="store_true", help="run to --max-tokens past the end tokens"
     )
+    parser.add_argument(
+        "--session",
+        metavar="FILE",
+        help="keep the session there; one that exists goes on, and with no new prompt from its "
+        "last token",
+    )
     parser.add_argument("--stats", action="store_true", help="rates and memory on standard error")
     parser.add_argument(
         "--json", action="store_true", help="one JSON object with text, tokens and statistics"
     )
+    common.add_memory(parser)
     common.add_sampling(parser)
 
 
@@ -41,71 +59,155 @@ def run(args: argparse.Namespace) -> int:
     if args.raw and args.system is not None:
         raise UserError("--system needs the chat template, which --raw leaves out: drop one")
     prompt = _read_prompt(args)
-    if not prompt:
+    if prompt is not None and not prompt:
         raise UserError("the prompt is empty: give some text")
 
-    from mlx_kda.generate import Statistics, encode_prompt, stream_generate
+    from mlx_kda.generate import Statistics
 
-    model, tokenizer = common.load_model(args.model)
-    ids = encode_prompt(tokenizer, prompt) if args.raw else _chat_ids(tokenizer, prompt, args)
+    session = _open(args, prompt)
     statistics = Statistics()
     text, tokens = [], []
-    with _line_ended(args.json), common.progress("reading") as update:
-        pieces = stream_generate(
-            model,
-            tokenizer,
-            ids,
+    with stopping() as stop:
+        with common.progress("reading") as bar:
+            ids, pieces = _start(session, prompt, args, statistics, stop.watch(bar))
+            try:
+                for piece in pieces:
+                    text.append(piece.text)
+                    tokens.append(piece.token)
+                    if not args.json:
+                        common.write(piece.text)
+                    if stop:
+                        break
+            except Stopped:
+                pass
+            except UserError:
+                raise  # the file of before is worth more than what an error left
+            except BaseException:
+                _keep(args, session)
+                raise
+            finally:
+                pieces.close()
+        if not args.json:
+            common.write("\n")
+        _keep(args, session)
+    if stop:
+        statistics.finish_reason = "interrupted"
+    _report(args, session, "".join(text), tokens, ids, statistics)
+    if stop:
+        kept = f"; {args.session} goes on from here" if args.session is not None else ""
+        common.note(f"mlx-kda: interrupted{kept}")
+        return stop.status
+    return 0
+
+
+def _keep(args: argparse.Namespace, session: "Session") -> None:
+    if args.session is not None:
+        session.save(args.session)
+
+
+def _open(args: argparse.Namespace, prompt: str | None) -> "Session":
+    """The session of the file, or a new one, once it is known to fit."""
+    from mlx_kda.session import Session
+
+    exists = args.session is not None and Path(args.session).exists()
+    if prompt is None and not exists:
+        raise UserError("no prompt: give --prompt TEXT, --prompt-file FILE or text on a pipe")
+    tokenizer = common.load_tokenizer(args.model)
+    ids = tokenizer.encode(prompt or "")
+    common.check_memory(args, len(ids) + args.max_tokens, args.policy)
+    model = common.load_model(args.model)
+    if exists:
+        session = common.load_session(args, args.session, model, tokenizer)
+        tokens = len(session.context.tokens) + len(ids) + args.max_tokens
+        common.check_memory(args, tokens, str(session.policy))
+        return session
+    keep = {} if args.session is not None else {"checkpoint_bytes": 0}
+    return Session(
+        model,
+        tokenizer,
+        args.policy or "exact",
+        system=args.system,
+        prefill_step=args.prefill_step,
+        **keep,
+    )
+
+
+def _start(
+    session: "Session",
+    prompt: str | None,
+    args: argparse.Namespace,
+    statistics: "Statistics",
+    progress: Any,
+) -> "tuple[list[int], Iterator[Piece]]":
+    """The prompt's ids, and the pieces to come."""
+    from mlx_kda.generate import encode_prompt, stream_generate
+
+    options = {
+        **common.sampling_options(args, session.context.model),
+        "stop_ids": () if args.ignore_eos else None,
+        "statistics": statistics,
+    }
+    if prompt is None:
+        return [], session.generate(**options)
+    if args.raw:
+        ids = encode_prompt(session.tokenizer, prompt)
+        return ids, stream_generate(
+            session.context.model,
+            session.tokenizer,
+            _unread(ids, session.context.tokens),
+            context=session.context,
             prefill_step=args.prefill_step,
-            stop_ids=() if args.ignore_eos else None,
-            progress=update,
-            statistics=statistics,
-            **common.sampling_options(args, model),
+            every=session.checkpoint_every,
+            progress=progress,
+            **options,
         )
-        for piece in pieces:
-            text.append(piece.text)
-            tokens.append(piece.token)
-            if not args.json:
-                common.write(piece.text)
+    messages = [*session.messages, {"role": "user", "content": prompt}]
+    if len(messages) > 2 and messages[-2]["content"] == "" and messages[-3] == messages[-1]:
+        messages = messages[:-2]  # a run before was interrupted while it read this very prompt
+    pieces = session.send(messages, progress=progress, **options)
+    return session.transcript.ids, pieces
+
+
+def _unread(ids: list[int], read: list[int]) -> list[int]:
+    """What of a text is to be read: the rest, where a run before came through part of it or all."""
+    shared = min(len(ids), len(read))
+    return ids[shared:] if ids[:shared] == read[:shared] else ids
+
+
+def _report(
+    args: argparse.Namespace,
+    session: "Session",
+    text: str,
+    tokens: list[int],
+    ids: list[int],
+    statistics: "Statistics",
+) -> None:
     if args.json:
         result = {
-            "text": "".join(text),
+            "text": text,
             "tokens": tokens,
             "prompt_tokens": ids,
             "statistics": statistics.as_dict(),
+            "cache": [
+                {**vars(layer), "bytes_at_end": layer.bytes_at(len(session.context.tokens))}
+                for layer in session.layers()
+            ],
         }
         print(json.dumps(result, ensure_ascii=False))
     if args.stats:
         for line in common.describe(statistics):
             common.note(line)
-    return 0
+        for line in common.describe_layers(session.layers(), len(session.context.tokens)):
+            common.note(line)
 
 
-@contextlib.contextmanager
-def _line_ended(silent: bool) -> Iterator[None]:
-    """End the line of a streamed text, on Ctrl-C too."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        if not silent:
-            common.write("\n")
-        raise
-    if not silent:
-        common.write("\n")
-
-
-def _chat_ids(tokenizer: Any, prompt: str, args: argparse.Namespace) -> list[int]:
-    from mlx_kda.messages import chat_ids
-
-    messages = [{"role": "system", "content": args.system}] if args.system is not None else []
-    return chat_ids(tokenizer, [*messages, {"role": "user", "content": prompt}])
-
-
-def _read_prompt(args: argparse.Namespace) -> str:
+def _read_prompt(args: argparse.Namespace) -> str | None:
+    """The prompt as text; None where none was given and a terminal is no source of one."""
     if args.prompt is not None and args.prompt != "-":
         return args.prompt
     from_input = "-" in (args.prompt, args.prompt_file)
     if args.prompt_file is None and not from_input and sys.stdin.isatty():
-        raise UserError("no prompt: give --prompt TEXT, --prompt-file FILE or text on a pipe")
+        return None
     try:
         if args.prompt_file is None or from_input:
             text = sys.stdin.read()
@@ -116,5 +218,7 @@ def _read_prompt(args: argparse.Namespace) -> str:
         raise UserError(f"{where} is not text in UTF-8") from None
     except OSError as error:
         raise UserError(f"cannot read {args.prompt_file}: {error.strerror}") from None
+    if not text and not from_input and args.prompt_file is None and args.session is not None:
+        return None  # no pipe and no terminal: the session goes on
     # A file's last line break is part of a text to go on from, and no part of a message.
     return text if args.raw else text.removesuffix("\n")

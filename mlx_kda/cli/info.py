@@ -12,7 +12,11 @@ from mlx_kda.cli import common
 from mlx_kda.errors import UserError
 
 SUMMARY = "what a checkpoint is and takes"
-EXAMPLE = "mlx-kda info kimi-4bit\n  mlx-kda info kimi-4bit --json"
+EXAMPLE = (
+    "mlx-kda info kimi-4bit\n"
+    "  mlx-kda info kimi-4bit --policy window:4096+16,int8 --context 1000000\n"
+    "  mlx-kda info kimi-4bit --json"
+)
 
 FORMATS = {"mlx": "an MLX folder", "huggingface": "a Hugging Face folder"}
 CONTEXTS = {"8K": 8 * 1024, "128K": 128 * 1024, "1M": 1024 * 1024}
@@ -20,20 +24,31 @@ CONTEXTS = {"8K": 8 * 1024, "128K": 128 * 1024, "1M": 1024 * 1024}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="folder of a checkpoint")
+    parser.add_argument(
+        "--policy", default="exact", metavar="P", help="a cache policy (default: exact)"
+    )
+    parser.add_argument(
+        "--context",
+        type=common.number(int, 1),
+        default=CONTEXTS["128K"],
+        metavar="N",
+        help="tokens to count the bytes of each layer's cache for (default: 131072)",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    report = describe(Path(args.model))
+    report = describe(Path(args.model), args.policy, args.context)
     if args.json:
+        report.pop("cache_lines", None)  # the same in words
         print(json.dumps(report, ensure_ascii=False))
     else:
         _print(report)
     return 0
 
 
-def describe(folder: Path) -> dict[str, Any]:
-    """The report as plain data; sizes in bytes.
+def describe(folder: Path, policy: str = "exact", context: int = 131072) -> dict[str, Any]:
+    """The report as plain data; sizes in bytes, the cache under ``policy``.
 
     A whole checkpoint that cannot run is described too, with the reason under "problem".
     """
@@ -51,25 +66,30 @@ def describe(folder: Path) -> dict[str, Any]:
     }
     if found.problem is None:
         config = KimiLinearConfig.from_dict(read_config(folder))
-        report.update(_running(config, list(found.dtypes)))
+        report.update(_running(config, list(found.dtypes), policy, context))
     return report
 
 
-def _running(config: Any, dtypes: list[str]) -> dict[str, Any]:
+def _running(config: Any, dtypes: list[str], policy: str, context: int) -> dict[str, Any]:
     """What running it takes and which path its KDA layers go."""
-    from mlx_kda import footprint
+    from mlx_kda.cache.report import describe as describe_cache
+    from mlx_kda.models.config import KDA
+    from mlx_kda.plan import FLOATS, activation_dtype
 
-    name = footprint.activation_dtype(dtypes)
-    dtype = footprint.FLOATS[name]
-    state = footprint.state_bytes(config, dtype)
-    latent = footprint.latent_bytes(config, dtype)
+    name = activation_dtype(dtypes)
+    layers = describe_cache(config, policy, FLOATS[name])
     return {
         "dtype": name,
         "kda_heads": [config.linear_num_heads, config.linear_head_dim],
         "experts": [config.num_experts, config.num_experts_per_token],
-        "state_bytes": state,
-        "latent_bytes_per_token": latent,
-        "cache_bytes": {length: state + latent * n for length, n in CONTEXTS.items()},
+        "policy": layers[0].asked,
+        "state_bytes": sum(layer.fixed_bytes for layer in layers if layer.kind == KDA),
+        "latent_bytes_per_token": sum(layer.token_bytes for layer in layers),
+        "cache_bytes": {
+            name: sum(layer.bytes_at(n) for layer in layers) for name, n in CONTEXTS.items()
+        },
+        "cache": [{**vars(layer), "bytes_at": layer.bytes_at(context)} for layer in layers],
+        "cache_lines": common.describe_layers(layers, context),
         "ops": common.kda_paths(config, name),
     }
 
@@ -116,9 +136,8 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("experts", f"{experts}, {chosen} a token" if experts else "none"),
         ("context", f"{report['context']:,} tokens"),
         ("computes in", report["dtype"]),
-        ("KDA state", f"{size(report['state_bytes'])} whatever the length"),
-        ("MLA latents", f"{size(report['latent_bytes_per_token'])} a token"),
-        ("state + latents", cache),
+        *(("cache" if i == 0 else "", line) for i, line in enumerate(report["cache_lines"])),
+        ("cache in all", f"{cache}; {size(report['latent_bytes_per_token'])} a token"),
         *((f"{name} runs", text) for name, text in report["ops"].items()),
     ]
 

@@ -1,0 +1,84 @@
+"""What a model takes at a context, under each cache policy, beside this machine's memory.
+
+From its config and file headers alone; no weights are read. Works on Hugging Face and MLX folders.
+"""
+
+import argparse
+import json
+from typing import Any
+
+from mlx_kda.cli import common
+
+SUMMARY = "what a model takes at a context, before it runs"
+EXAMPLE = (
+    "mlx-kda plan kimi-4bit --context 131072\n"
+    "  mlx-kda plan kimi-4bit --context 1000000 --policy window:8192+64,int8 --json"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="folder or hub id of a checkpoint")
+    parser.add_argument(
+        "--context",
+        type=common.number(int, 1),
+        default=131072,
+        metavar="N",
+        help="tokens of prompt and answer (default: 131072)",
+    )
+    parser.add_argument(
+        "--policy",
+        action="append",
+        metavar="P",
+        help="a cache policy to show instead of the usual ones; may be repeated",
+    )
+    common.add_prefill_step(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    from mlx_kda import plan
+
+    config, weights, dtype = common.running(args.model)
+    common.check_context(config, args.context)
+    memory = plan.machine()
+    policies = args.policy or plan.POLICIES
+    needs = [
+        plan.need(config, weights, plan.FLOATS[dtype], args.context, policy, args.prefill_step)
+        for policy in policies
+    ]
+    if args.json:
+        rows = [
+            {**vars(one), "total": one.total, "fits": one.total <= memory.usable} for one in needs
+        ]
+        report = {"context": args.context, "memory": vars(memory), "policies": rows}
+        print(json.dumps(report, ensure_ascii=False))
+    else:
+        _print(args, dtype, memory, needs)
+    return 0
+
+
+def _print(args: argparse.Namespace, dtype: str, memory: Any, needs: list[Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2))
+    table.add_column("policy")
+    for name in ("weights", "KDA states", "latents", "working set", "total"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for one in needs:
+        sizes = (one.weights, one.states, one.latents, one.working, one.total)
+        fits = "fits" if one.total <= memory.usable else "does not fit"
+        table.add_row(one.policy, *(common.size(n) for n in sizes), fits)
+    console = Console(highlight=False, markup=False)
+    console.width = max(console.width, 110)
+    console.print(f"{args.model}: {args.context:,} tokens, computing in {dtype}")
+    console.print(table)
+    console.print(
+        f"this machine: {common.size(memory.total)}, of which {common.size(memory.usable)} usable "
+        f"({memory.source})"
+    )
+    console.print(
+        f"working set: predicted, for prompts read {args.prefill_step:,} tokens at a time; a "
+        "window and fewer bits are approximations"
+    )

@@ -1,0 +1,148 @@
+"""What a model takes while it runs, from its config and file headers, beside what a machine has."""
+
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_kda.cache import Policy
+from mlx_kda.cache.report import describe
+from mlx_kda.context import PREFILL_STEP
+from mlx_kda.errors import UserError
+from mlx_kda.layers.mla import WORKSPACE
+from mlx_kda.models.config import KDA, MLA, MOE, KimiLinearConfig
+from mlx_kda.words import size as words
+
+POLICIES = ("exact", "int8", "int4", "window:4096+16", "window:4096+16,int8")
+FLOATS = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that one text of ``context`` tokens takes under a policy.
+
+    ``working`` is the most that reading the prompt holds beside the rest: predicted from the
+    layers' shapes, the other numbers follow from the files and the config.
+    """
+
+    policy: str
+    context: int
+    weights: int
+    states: int
+    latents: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.states + self.latents + self.working
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of this machine's memory, and how many of them a model may use."""
+
+    total: int
+    usable: int
+    source: str
+
+
+def need(
+    config: KimiLinearConfig,
+    weights: int,
+    dtype: mx.Dtype,
+    context: int,
+    policy: str | Policy = "exact",
+    step: int = PREFILL_STEP,
+) -> Need:
+    """For weights of so many bytes that compute in ``dtype``, prompts read ``step`` at a time."""
+    layers = describe(config, policy, dtype)
+    return Need(
+        policy=str(Policy.parse(policy)),
+        context=context,
+        weights=weights,
+        states=sum(layer.bytes_at(context) for layer in layers if layer.kind == KDA),
+        latents=sum(layer.bytes_at(context) for layer in layers if layer.kind == MLA),
+        working=working_set(config, dtype, context, policy, step),
+    )
+
+
+def working_set(
+    config: KimiLinearConfig,
+    dtype: mx.Dtype,
+    context: int,
+    policy: str | Policy = "exact",
+    step: int = PREFILL_STEP,
+) -> int:
+    """Predicted bytes of activations while the widest layer reads one chunk of the prompt."""
+    T, size, policy = min(step, max(context, 1)), dtype.size, Policy.parse(policy)
+    width = config.linear_num_heads * config.linear_head_dim
+    heads = config.num_attention_heads
+    # KDA: five projections and their convolved forms, then float32 in the op.
+    kda = T * width * (8 * size + 10 * 4)
+    # MLA: queries and outputs; blocks of keys, values and scores; one layer's latents in one piece.
+    rows = context if policy.slots is None else min(policy.slots, context) + T
+    row = (config.kv_lora_rank + config.qk_rope_head_dim) * size
+    queries = T * heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
+    mla = 2 * queries * size + 3 * WORKSPACE + (rows * row if policy.bits is None else 0)
+    dense = 3 * T * config.intermediate_size * size
+    chosen = T * config.num_experts_per_token
+    moe = chosen * (2 * config.hidden_size + 3 * config.moe_intermediate_size) * size
+    widest = max(
+        kda if KDA in config.layer_types else 0,
+        mla if MLA in config.layer_types else 0,
+        moe if MOE in config.mlp_layer_types else dense,
+    )
+    return widest + 6 * T * config.hidden_size * size + 3 * config.vocab_size * 4
+
+
+def machine() -> Memory:
+    """This machine's memory: on a Mac what Metal recommends to use, else all there is."""
+    if mx.metal.is_available():
+        info = mx.device_info()
+        return Memory(
+            int(info["memory_size"]),
+            int(info["max_recommended_working_set_size"]),
+            "Metal's recommended working set",
+        )
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _container_limit()
+    if limit is not None and limit < total:
+        return Memory(limit, limit, "the container's limit")
+    return Memory(total, total, "physical memory")
+
+
+def check(wanted: Need, memory: Memory | None = None) -> None:
+    """Raise UserError, with the numbers, where it cannot fit."""
+    memory = machine() if memory is None else memory
+    if wanted.total <= memory.usable:
+        return
+    raise UserError(
+        f"{wanted.context:,} tokens under {wanted.policy} take {words(wanted.total)}: weights "
+        f"{words(wanted.weights)}, KDA states {words(wanted.states)}, latents "
+        f"{words(wanted.latents)}, working set {words(wanted.working)} (predicted); this machine "
+        f"has {words(memory.usable)} ({memory.source}): a shorter context, --policy int8 or "
+        "window:4096+16, fewer bits, or --force to try"
+    )
+
+
+def activation_dtype(dtypes: Iterable[str]) -> str:
+    """What a model computes in, from its weights' dtypes, the most bytes first.
+
+    Packed words are no dtype to compute in, and in a quantised model the rest decides.
+    """
+    return next((name for name in dtypes if name in FLOATS), "float32")
+
+
+def _container_limit() -> int | None:
+    if sys.platform != "linux":
+        return None
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(path).read_text().strip()
+        except OSError:
+            continue
+        return int(text) if text.isdecimal() else None
+    return None

@@ -1,0 +1,10 @@
+"""Numbers as people read them."""
+
+
+def size(count: float) -> str:
+    """Bytes for people, in powers of 1000."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
