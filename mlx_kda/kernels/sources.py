@@ -75,6 +75,12 @@ SOURCES = {
     )
 }
 
+MOE_SOURCES = {
+    "moe_route": Source(
+        "moe_route", ("kda_common.h",), ("logits", "bias", "params"), ("chosen", "weights")
+    )
+}
+
 
 @cache
 def _text(name: str) -> str:
@@ -89,7 +95,7 @@ def kernel(name: str, runner: str) -> Callable[..., list[mx.array]]:
     """
     from . import metal_kernel
 
-    source = SOURCES[name]
+    source = (SOURCES | MOE_SOURCES)[name]
     run = metal_kernel(
         name=name,
         input_names=list(source.inputs),
