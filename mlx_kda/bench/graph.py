@@ -1,10 +1,14 @@
 """Launches counted from the lazy graph: what a step asks a GPU to run, without running it."""
 
 import collections
+import contextlib
+import itertools
+import math
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from unittest import mock
 
 import mlx.core as mx
 
@@ -24,6 +28,7 @@ _VIEWS = {
     "StopGradient",
     "Transpose",
     "Unflatten",
+    "View",
 }
 
 
@@ -31,17 +36,89 @@ def launches(outputs: Sequence[mx.array]) -> collections.Counter:
     """Primitive -> how often evaluating ``outputs`` launches it.
 
     Views are not counted; a concatenation counts once an input. Reshapes that have to copy are
-    not seen, and on the CPU build MLX spells its fused operations (norms, attention) out as
-    several primitives: numbers of two models compare only when counted on the same device.
+    not seen. Count two models under the same `as_on_metal`, or neither.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "graph.dot"
         mx.export_to_dot(str(path), *outputs)
         text = path.read_text()
-    names = dict(re.findall(r'\{ (\d+) \[label ="([^"]+)", shape=rectangle\]; \}', text))
-    arguments = collections.Counter(re.findall(r'"[^"]+" -> (\d+)', text))
+    # A node's lines: its declaration, then an edge from each argument. Calls of one compiled
+    # function share a number but not a declaration.
     counts: collections.Counter = collections.Counter()
-    for node, name in names.items():
-        if name not in _VIEWS:
-            counts[name] += arguments[node] if name == "Concatenate" else 1
-    return counts
+    concatenate = None
+    for declared, name, argument in re.findall(
+        r'\{ (\d+) \[label ="([^"]+)", shape=rectangle\]; \}|"[^"]+" -> (\d+)', text
+    ):
+        if argument:
+            counts["Concatenate"] += argument == concatenate
+            continue
+        concatenate = declared if name == "Concatenate" else None
+        if name != "Concatenate" and name.split()[0] not in _VIEWS:
+            counts[name] += 1
+    return +counts
+
+
+@contextlib.contextmanager
+def as_on_metal() -> Iterator[None]:
+    """Build graphs as MLX does with Metal, on a machine without: to be counted, not evaluated.
+
+    MLX's CPU build spells norms, softmax and attention out as several primitives, and mlx-lm takes
+    its recurrence's loop. Here each is one node, as it is one kernel on an Apple GPU.
+    """
+    from mlx_lm.models import gated_delta
+
+    def like(*shapes_of: int) -> Callable:
+        """One node whose outputs have the shapes of some of its arguments."""
+
+        def call(*args, **_):
+            arrays = [a for a in args if isinstance(a, mx.array)]
+            outputs = [arrays[i] for i in shapes_of]
+            results = _node(arrays, [o.shape for o in outputs], [o.dtype for o in outputs])
+            return results[0] if len(results) == 1 else tuple(results)
+
+        return call
+
+    def attention(q, k, v, **_):
+        shape = (*q.shape[:-1], v.shape[-1])
+        return _node([q, k, v], [shape], [q.dtype])[0]
+
+    def logsumexp(a, axis=-1, keepdims=False, **_):
+        shape = a.shape[:-1] + ((1,) if keepdims else ())
+        return _node([a], [shape], [a.dtype])[0]
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, stand_in in (
+            (mx.fast, "rms_norm", like(0)),
+            (mx.fast, "scaled_dot_product_attention", attention),
+            (mx, "softmax", like(0)),
+            (mx, "logsumexp", logsumexp),
+            (gated_delta, "gated_delta_kernel", like(2, 5)),
+            (mx.fast, "metal_kernel", _kernel),
+            (mx.metal, "is_available", lambda: True),
+            (mx, "default_device", lambda: mx.Device(mx.gpu, 0)),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, stand_in))
+        yield
+
+
+def _kernel(**_) -> Callable[..., list[mx.array]]:
+    """Stands for `mx.fast.metal_kernel`, which MLX without Metal does not put into a graph."""
+
+    def call(*, inputs, output_shapes, output_dtypes, **_):
+        arrays = [x for x in inputs if isinstance(x, mx.array)]
+        return _node(arrays, output_shapes, output_dtypes)
+
+    return call
+
+
+def _node(inputs: list[mx.array], shapes: Sequence, dtypes: Sequence) -> list[mx.array]:
+    """Outputs that come out of one launch (an "Arange") and hang on all the inputs."""
+    kinds = list(zip(shapes, dtypes, strict=True))
+    sizes = [math.prod(shape) * dtype.size // 4 + 1 for shape, dtype in kinds]
+    ends = list(itertools.accumulate(sizes))
+    words = mx.depends([mx.arange(ends[-1], dtype=mx.int32)], inputs)[0]
+    outputs = []
+    for (shape, dtype), size, end in zip(kinds, sizes, ends, strict=True):
+        flat = words[end - size : end].view(dtype)[: math.prod(shape)]
+        outputs.append(flat.reshape(shape))
+    return outputs

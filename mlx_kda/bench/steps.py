@@ -1,0 +1,113 @@
+"""`bench launches`: kernels that one decode step of Kimi Linear 48B asks of a GPU.
+
+Counted from the graph of a model with the 48B's layers and small matrices, whose number of launches
+is the same; nothing is run.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .graph import as_on_metal, launches
+
+# Layers, experts chosen, taps and groups as in the 48B; sizes that quantise and nothing more.
+CONFIG = {
+    "model_type": "kimi_linear",
+    "vocab_size": 128,
+    "hidden_size": 128,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "kv_lora_rank": 64,
+    "mla_use_nope": True,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-5,
+    "model_max_length": 1048576,
+    "num_experts": 16,
+    "num_experts_per_token": 8,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 64,
+    "moe_router_activation_func": "sigmoid",
+    "moe_renormalize": True,
+    "routed_scaling_factor": 2.446,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "num_expert_group": 1,
+    "topk_group": 1,
+    "use_grouped_topk": True,
+    "linear_attn_config": {
+        "kda_layers": [i for i in range(1, 28) if i % 4 and i != 27],
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "num_heads": 8,
+        "head_dim": 64,
+        "short_conv_kernel_size": 4,
+    },
+}
+
+
+def run(q_bits: int | None = 4) -> Iterator[dict[str, Any]]:
+    """One row a candidate: launches of one greedy decode step, and the commonest primitives."""
+    with as_on_metal():
+        for name, model in (("ours", _ours()), ("mlx-lm", _theirs())):
+            model.set_dtype(mx.bfloat16)
+            if q_bits:
+                nn.quantize(model, 64, q_bits, class_predicate=_predicate(model))
+            mx.eval(model.parameters())
+            if name == "ours":
+                model.use_runner("metal", "to be counted")
+            yield {"candidate": name, "q_bits": q_bits, **_count(model)}
+
+
+def _ours() -> nn.Module:
+    from ..models.kimi_linear import Model, ModelArgs
+
+    return Model(ModelArgs.from_dict(CONFIG)).eval()
+
+
+def _theirs() -> nn.Module:
+    from mlx_lm.models.kimi_linear import Model, ModelArgs
+
+    return Model(ModelArgs.from_dict(CONFIG)).eval()
+
+
+def _predicate(model: nn.Module):
+    rule = model.quant_predicate
+
+    def allowed(path: str, module: nn.Module):
+        return hasattr(module, "to_quantized") and rule(path, module)
+
+    return allowed
+
+
+def _count(model: nn.Module) -> dict[str, Any]:
+    cache = model.make_cache()
+    _begin(model, cache)
+    logits = model(mx.array([[1]]), cache=cache)
+    token = mx.argmax(logits[:, -1], axis=-1)
+    states = [a for c in cache for a in c.state if isinstance(a, mx.array)]
+    counts = launches([token, *states])
+    return {"launches": counts.total(), "of": dict(counts.most_common())}
+
+
+def _begin(model: nn.Module, cache: list[Any]) -> None:
+    """A cache as after some tokens, without running any."""
+    linear = CONFIG["linear_attn_config"]
+    H, D = linear["num_heads"], linear["head_dim"]
+    for layer, c in zip(model.layers, cache, strict=True):
+        if layer.is_linear:
+            for i in range(3):
+                c[i] = mx.zeros((1, 3, H * D), dtype=mx.bfloat16)
+            c[3] = mx.zeros((1, H, D, D))
+            mx.eval([c[i] for i in range(4)])
+        else:
+            latents = mx.zeros((1, 1, 5, CONFIG["kv_lora_rank"]), dtype=mx.bfloat16)
+            shared = mx.zeros((1, 1, 5, CONFIG["qk_rope_head_dim"]), dtype=mx.bfloat16)
+            c.update_and_fetch(latents, shared)
+            mx.eval(c.state)
