@@ -6,9 +6,10 @@ import signal
 import pytest
 from helpers.program import run
 
-from mlx_kda.cli import chat as command
 from mlx_kda.cli import common
 from mlx_kda.cli.main import main
+from mlx_kda.cli.stopping import stopping
+from mlx_kda.cli.talk import Talk
 from mlx_kda.context import Context
 from mlx_kda.generate import decode_text
 from mlx_kda.messages import chat_ids
@@ -25,6 +26,11 @@ def chat(tiny_mlx, capsys, monkeypatch):
         return (status, *capsys.readouterr())
 
     return call
+
+
+def answers(out):
+    """Its lines; other characters that end lines may be part of an answer."""
+    return out.split("\n")[:-1]
 
 
 def cold_answers(tiny_model, texts):
@@ -80,10 +86,16 @@ def test_system_message(chat):
     assert chat("hello\n", "--system", "be brief")[1] != chat("hello\n")[1]
 
 
+def talk_with(tiny_model, **settings):
+    """A Talk and its session."""
+    session = Session(*tiny_model)
+    talk = Talk(session, common.sampling_options)
+    talk.set_options(settings)
+    return talk, session
+
+
 def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(tiny_model, monkeypatch, capsys):
-    model, tokenizer = tiny_model
-    conversation = Session(model, tokenizer)
-    talk = command.Chat(conversation, {"max_tokens": 60, "stop_ids": []})
+    talk, session = talk_with(tiny_model, max_tokens=60)
     written = []
 
     def write(text):
@@ -97,25 +109,23 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(tiny_model, monkeypa
     assert signal.getsignal(signal.SIGINT) is before
     assert "(stopped)" in capsys.readouterr().err
     assert talk.last.generation_tokens == 3 and talk.last.finish_reason == "interrupted"
-    read = list(conversation.context.tokens)
+    read = session.tokens
 
     # the next turn goes on from there and equals a run that reads it all anew
     monkeypatch.setattr(common, "write", lambda text: None)
-    talk.options["max_tokens"] = 5
+    talk.take("/set max-tokens 5")
     talk.take("go on")
     assert talk.last.reused_tokens == len(read)
-    assert conversation.context.tokens[: len(read)] == read
-    cold = Context(model)
-    cold.prefill(conversation.context.tokens)
-    assert abs(cold.logits - conversation.context.logits).max() < 1e-5
+    assert session.tokens[: len(read)] == read
+    cold = Context(tiny_model[0])
+    cold.prefill(session.tokens)
+    assert abs(cold.logits - session.context.logits).max() < 1e-5
 
 
-def test_ctrl_c_while_reading_stops_between_chunks(tiny_model, monkeypatch, capsys):
-    model, tokenizer = tiny_model
-    conversation = Session(model, tokenizer)
-    talk = command.Chat(conversation, {"max_tokens": 5, "prefill_step": 8})
-    prefill = model.__call__
-    calls = []
+def test_ctrl_c_while_reading_stops_between_chunks(tiny_model, monkeypatch):
+    talk, session = talk_with(tiny_model, max_tokens=5, prefill_step=8)
+    model = tiny_model[0]
+    prefill, calls = model.__call__, []
 
     def interrupted(self, *args, **kwargs):
         calls.append(1)
@@ -124,17 +134,122 @@ def test_ctrl_c_while_reading_stops_between_chunks(tiny_model, monkeypatch, caps
         return prefill(*args, **kwargs)
 
     monkeypatch.setattr(type(model), "__call__", interrupted)
-    talk.take("a long message " * 4)
-    assert len(conversation.context.tokens) == 16
+    assert talk.take("a long message " * 4)
+    assert len(session.tokens) == 16
     assert talk.last.finish_reason == "interrupted" and talk.last.generation_tokens == 0
 
 
+def test_sigterm_ends_the_chat_after_the_step(tiny_model, monkeypatch):
+    talk, session = talk_with(tiny_model, max_tokens=60)
+    written = []
+
+    def write(text):
+        written.append(text)
+        if len(written) == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(common, "write", write)
+    assert not talk.take("hello")
+    assert talk.ended == 128 + signal.SIGTERM
+    assert session.messages[-1]["role"] == "assistant" and talk.last.generation_tokens == 3
+
+
 def test_a_second_ctrl_c_interrupts():
-    with pytest.raises(KeyboardInterrupt), command.stop_on_interrupt() as stopped:
-        assert not stopped()
+    with pytest.raises(KeyboardInterrupt), stopping() as stop:
+        assert not stop
         signal.raise_signal(signal.SIGINT)
-        assert stopped()
+        assert stop and not stop.ends
         signal.raise_signal(signal.SIGINT)
+
+
+def test_undo_regen_and_edit(chat):
+    _, out, _ = chat("hello\n/regen\n")
+    first, again = answers(out)
+    assert first == again
+    assert answers(chat("hello\n/undo\nother\n")[1])[1] == chat("other\n")[1].strip("\n")
+    _, out, err = chat("hello\n/edit other\n/undo\n/undo\n")
+    assert answers(out)[1] == chat("other\n")[1].strip("\n")
+    assert "took back: other" in err and "nothing to take back" in err
+    assert "no message to edit" in chat("/edit x\n")[2]
+    assert "no message to answer" in chat("/regen\n")[2]
+
+
+def test_forks(chat):
+    _, out, err = chat(
+        "hello\n/fork aside\nand more\n/switch main\nand more\n/switch\n/switch x\n/fork main\n"
+    )
+    lines = answers(out)
+    assert len(lines) == 3 and lines[1] == lines[2]
+    assert "'main' is kept" in err and "aside: " in err and "(here)" in err
+    assert "no conversation 'x'" in err and "'main' already" in err
+
+
+def test_save_load_and_resume(chat, tmp_path):
+    file = tmp_path / "talk"
+    whole = answers(chat("hello\nmore\nthe end\n")[1])
+    parts = answers(chat(f"hello\n/save {file}\n")[1])
+    parts += answers(chat("more\n", "--resume", str(file), "--session", str(file))[1])
+    _, out, err = chat(f"/load {file}\nthe end\n")
+    assert parts + answers(out) == whole
+    assert "4 messages" in err
+    for words in (["/save\n"], ["/load\n"], [f"/load {tmp_path}/none\n"]):
+        status, _, err = chat(*words)
+        assert status == 0 and err.count("mlx-kda: ") == 1
+
+
+def test_session_is_saved_at_the_end_and_gone_on_with(chat, tmp_path):
+    file = str(tmp_path / "talk")
+    whole = answers(chat("hello\nmore\n")[1])
+    first = chat("hello\n", "--session", file)
+    second = chat("more\n", "--session", file)
+    assert first[0] == second[0] == 0
+    assert answers(first[1]) + answers(second[1]) == whole
+    status, _, err = chat("", "--session", file, "--policy", "int8")
+    assert status == 2 and "saved under the policy exact" in err
+    status, _, err = chat("", "--session", file, "--system", "x")
+    assert status == 2 and "another system message" in err
+    status, _, err = chat("", "--resume", str(tmp_path / "none"))
+    assert status == 2 and "cannot be read" in err
+
+
+def test_system_and_set(chat):
+    _, out, err = chat("/system be brief\nhello\n/system\nhello\n")
+    first, _ = answers(out)
+    assert first == chat("hello\n", "--system", "be brief")[1].strip("\n")
+    assert "left out" in err
+    _, out, err = chat("/set max-tokens 3\nhello\n/set\n/set temp 0.5\n/set speculate on\n/stats\n")
+    assert len(out) < len(chat("hello\n")[1])
+    assert "max-tokens 3" in err and "temp 0.5" in err and "speculate True" in err
+    err = chat("/set heat 3\n/set temp hot\n/set speculate maybe\n")[2]
+    assert err.count("mlx-kda: ") == 3 and "no option heat" in err and "on or off" in err
+    assert "seed None" in chat("/set seed 3\n/set seed none\n")[2]
+
+
+def test_a_policy(chat):
+    _, out, err = chat("hello\n/stats\n", "--policy", "window:8+2,int8")
+    assert out and "asked for window:8+2,int8" in err and "the last 8 tokens" in err
+    status, _, err = chat("hello\n", "--policy", "half")
+    assert status == 2 and "'half' is not one of" in err
+
+
+def test_a_backslash_joins_lines(chat, tmp_path):
+    chat("one\\\ntwo\n", "--session", str(tmp_path / "s"))
+    assert "took back: one\ntwo" in chat("/undo\n", "--session", str(tmp_path / "s"))[2]
+
+
+def test_status_line(tiny_model):
+    talk, _ = talk_with(tiny_model, max_tokens=4)
+    assert talk.status().startswith("context 0 of 512 | cache ")
+    talk._answer(lambda **options: talk.session.send("hello", **options))
+    talk._answer(lambda **options: talk.session.send("more", **options))
+    s = talk.last
+    for words in (
+        f"{s.generation_tps:.1f} tokens/s",
+        f"context {len(talk.session.tokens)} of 512",
+        "peak ",
+        f"{s.reused_tokens} re-used, {s.prefilled_tokens} prefilled",
+    ):
+        assert words in talk.status()
 
 
 def test_the_program_over_a_real_pipe(tiny_mlx, chat):
