@@ -1,0 +1,127 @@
+"""A chat at a terminal, driven as a person types: prompt_toolkit, and without it plain input."""
+
+import os
+import signal
+
+import pytest
+from helpers.program import PROGRAM
+
+import mlx_kda
+from mlx_kda.session import Session
+
+pexpect = pytest.importorskip("pexpect")
+pytest.importorskip("prompt_toolkit")
+
+STATUS = r"\[[^\]]*tokens/s \| context [\d,]+ of 512 \| cache [^\]]* prefilled\]"
+
+# More than the line typed is echoed with: the answer has begun.
+ANSWERING = r"(?s)hello.{400}"
+
+
+@pytest.fixture
+def chat(tiny_mlx, tmp_path):
+    """Starts a chat in a pseudo-terminal of 120 columns; ended after the test."""
+    started = []
+
+    def start(*argv, plain=False):
+        folder = tmp_path / "hidden"
+        if plain:  # a module of that name that cannot be imported
+            (folder / "prompt_toolkit").mkdir(parents=True, exist_ok=True)
+            (folder / "prompt_toolkit" / "__init__.py").write_text("raise ImportError\n")
+        paths = [*([str(folder)] if plain else []), *filter(None, [os.environ.get("PYTHONPATH")])]
+        child = pexpect.spawn(
+            PROGRAM[0],
+            [*PROGRAM[1:], "chat", str(tiny_mlx), *argv],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TERM": "xterm"},
+            encoding="utf-8",
+            codec_errors="replace",
+            timeout=60,
+            dimensions=(40, 120),
+        )
+        started.append(child)
+        child.expect("Ctrl-D ends")
+        return child
+
+    yield start
+    for child in started:
+        child.close(force=True)
+
+
+def end(child):
+    """Ctrl-D, and the exit status."""
+    child.send("\x04")
+    child.expect(pexpect.EOF)
+    child.close()
+    return child.exitstatus
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["prompt_toolkit", "plain"])
+def test_a_session_at_a_terminal(chat, tiny_mlx, tmp_path, plain):
+    file = tmp_path / "talk"
+    child = chat("--max-tokens", "6", "--session", str(file), plain=plain)
+    child.send("hello\r")
+    child.expect(STATUS)
+    assert "0 re-used" in child.after
+    child.send("first line\\\rsecond line\r")
+    child.expect(STATUS)
+    assert "0 re-used" not in child.after
+    child.send("/edit\r")
+    child.expect("took back: first line")
+    child.send(" and more\r")  # added to what is there to be changed
+    child.expect(STATUS)
+    child.send("/help\r")
+    child.expect("/undo")
+    child.send("/set temp 0.0\r")
+    child.expect("temp 0.0")
+    child.send("/fork aside\r")
+    child.expect("'main' is kept")
+    child.send("\x03")  # Ctrl-C at the prompt ends nothing
+    child.expect("Ctrl-D ends")
+    assert end(child) == 0
+
+    session = Session.load(file, *mlx_kda.load(tiny_mlx))
+    said = [m["content"] for m in session.messages if m["role"] == "user"]
+    between = " " if plain else "\n"  # readline edits one line
+    assert said == ["hello", f"first line{between}second line and more"]
+    child = chat("--session", str(file), plain=plain)
+    child.expect("going on with 4 messages")
+    assert end(child) == 0
+
+
+def test_ctrl_c_stops_an_answer(chat):
+    child = chat("--max-tokens", "450")
+    child.send("hello\r")
+    child.expect(ANSWERING)
+    child.sendintr()
+    child.expect(r"\(stopped\)")
+    child.expect(STATUS)
+    child.send("/stats\r")
+    child.expect("context: ")
+    assert end(child) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_at_the_prompt_saves_the_session(chat, tiny_mlx, tmp_path, number):
+    """The terminal is closed, or the machine goes down: what was said is on disk."""
+    file = tmp_path / "talk"
+    child = chat("--max-tokens", "6", "--session", str(file))
+    child.send("hello\r")
+    child.expect(STATUS)
+    child.kill(number)
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 128 + number
+    assert len(Session.load(file, *mlx_kda.load(tiny_mlx)).messages) == 2
+
+
+def test_a_signal_while_answering_saves_the_session(chat, tiny_mlx, tmp_path):
+    file = tmp_path / "talk"
+    child = chat("--max-tokens", "450", "--session", str(file))
+    child.send("hello\r")
+    child.expect(ANSWERING)
+    child.kill(signal.SIGTERM)
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 128 + signal.SIGTERM
+    messages = Session.load(file, *mlx_kda.load(tiny_mlx)).messages
+    assert [m["role"] for m in messages] == ["user", "assistant"]
