@@ -51,13 +51,25 @@ def tokens(text) -> list[Token]:
     return result
 
 
+def preprocessor_lines(text) -> set[int]:
+    """The numbers of the lines that belong to a preprocessor directive."""
+    lines, inside = set(), False
+    for number, line in enumerate(text.split("\n"), 1):
+        if inside or re.match(r"\s*#", line):
+            lines.add(number)
+            inside = line.endswith("\\")
+    return lines
+
+
 @dataclass(frozen=True)
 class Dialect:
     """How the parts that are not C++ are written: ``declare(type, name, suffix, number)`` for a
-    threadgroup variable, ``vector(name)`` for a vector type used as a constructor."""
+    threadgroup variable, ``vector(name)`` for a vector type used as a constructor, ``erase`` the
+    words that are left out (elsewhere they are macros)."""
 
     declare: Callable[[str, str, str, int], str]
     vector: Callable[[str], str] | None = None
+    erase: frozenset[str] = frozenset()
 
 
 def _declare_shared(base, name, suffix, number):
@@ -203,7 +215,9 @@ def rewrite(text, dialect) -> Rewritten:
                 i, replacement = found
                 out.append(replacement)
                 continue
-            out.append(token.text)
+            out.append("" if token.text in dialect.erase else token.text)
+        elif token.kind == "name" and token.text in dialect.erase:
+            pass
         elif token.kind == "name" and token.text == "double":
             raise Unsupported("double, which Metal does not have", token.line)
         elif dialect.vector and VECTOR.match(token.text) and shared.is_call(i):

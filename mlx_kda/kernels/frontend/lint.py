@@ -3,7 +3,7 @@
 import re
 from itertools import pairwise
 
-from ..emulator.rewrite import FLOAT, tokens
+from ..emulator.rewrite import FLOAT, preprocessor_lines, tokens
 from ..text import KernelText
 
 SPACES = {"device", "constant", "threadgroup", "thread", "threadgroup_imageblock"}
@@ -131,7 +131,7 @@ def _threadgroup_outside(text, toks):
 
 def _returns_above_barriers(text, toks):
     """In every function: a return followed, later in the same function, by a barrier."""
-    macros = _macro_lines(text)
+    macros = preprocessor_lines(text.text)
     depth, functions = 0, []  # functions: (depth of its brace, its returns)
     for i, token in enumerate(toks):
         if token.line in macros:
@@ -150,15 +150,6 @@ def _returns_above_barriers(text, toks):
             for found in functions[-1][1]:
                 yield found.line, f"a return above the barrier on line {token.line} of the text"
             functions[-1][1].clear()
-
-
-def _macro_lines(text):
-    lines, inside = set(), False
-    for number, line in enumerate(text.text.split("\n"), 1):
-        if inside or re.match(r"\s*#", line):
-            lines.add(number)
-            inside = line.endswith("\\")
-    return lines
 
 
 def _opens_function(toks, i):

@@ -250,8 +250,9 @@ template <class T, emu_only_int<T> = 0> METAL_FUNC T clz(T x) {
 template <class T, emu_only_int<T> = 0> METAL_FUNC T ctz(T x) {
   return x ? T(__builtin_ctzll((unsigned long long)x)) : T(8 * sizeof(T));
 }
-template <class T, emu_only_int<T> = 0> METAL_FUNC T mulhi(T a, T b) {
-  return T((__int128(a) * __int128(b)) >> (8 * sizeof(T)));
+template <class T, enable_if_t<emu_int_v<T> && sizeof(T) <= 4, int> = 0>
+METAL_FUNC T mulhi(T a, T b) {
+  return T(((long long)a * (long long)b) >> (8 * sizeof(T)));
 }
 template <class T, emu_only_int<T> = 0> METAL_FUNC T rotate(T v, T by) {
   constexpr int W = 8 * sizeof(T);

@@ -28,30 +28,31 @@ EMU_SIGNS(signed char, uchar) EMU_SIGNS(short, ushort) EMU_SIGNS(int, uint) EMU_
 template <class T> using make_unsigned_t = typename make_unsigned<T>::type;
 template <class T> using make_signed_t = typename make_signed<T>::type;
 
-
 template <class T> struct numeric_limits {
   static constexpr bool is_integer = emu_int_v<T>;
   static constexpr bool is_signed = T(-1) < T(0);
   static constexpr int digits = int(sizeof(T) * 8) - is_signed;
-  static constexpr T max() { return is_signed ? T(((1ull << (digits - 1)) - 1) * 2 + 1) : T(~T(0)); }
-  static constexpr T min() { return is_signed ? T(-max() - 1) : T(0); }
-  static constexpr T lowest() { return min(); }
+  METAL_FUNC static constexpr T max() {
+    return is_signed ? T(((1ull << (digits - 1)) - 1) * 2 + 1) : T(~T(0));
+  }
+  METAL_FUNC static constexpr T min() { return is_signed ? T(-max() - 1) : T(0); }
+  METAL_FUNC static constexpr T lowest() { return min(); }
 };
 template <> struct numeric_limits<bool> {
-  static constexpr bool max() { return true; }
-  static constexpr bool min() { return false; }
+  METAL_FUNC static constexpr bool max() { return true; }
+  METAL_FUNC static constexpr bool min() { return false; }
 };
 #define EMU_LIMITS(T, MAX, MIN, INF, NAN_, EPS, DENORM)           \
   template <> struct numeric_limits<T> {                          \
     static constexpr bool is_integer = false;                     \
     static constexpr bool is_signed = true;                       \
-    static constexpr T max() { return MAX; }                      \
-    static constexpr T min() { return MIN; }                      \
-    static constexpr T lowest() { return -MAX; }                  \
-    static constexpr T infinity() { return INF; }                 \
-    static constexpr T quiet_NaN() { return NAN_; }               \
-    static constexpr T epsilon() { return EPS; }                  \
-    static constexpr T denorm_min() { return DENORM; }            \
+    METAL_FUNC static constexpr T max() { return MAX; }           \
+    METAL_FUNC static constexpr T min() { return MIN; }           \
+    METAL_FUNC static constexpr T lowest() { return -MAX; }       \
+    METAL_FUNC static constexpr T infinity() { return INF; }      \
+    METAL_FUNC static constexpr T quiet_NaN() { return NAN_; }    \
+    METAL_FUNC static constexpr T epsilon() { return EPS; }       \
+    METAL_FUNC static constexpr T denorm_min() { return DENORM; } \
   };
 EMU_LIMITS(emu_float, emu_float(__FLT_MAX__), emu_float(__FLT_MIN__), emu_float(__builtin_inff()),
            emu_float(__builtin_nanf("")), emu_float(__FLT_EPSILON__),
@@ -65,16 +66,16 @@ EMU_LIMITS(bfloat, bfloat(0x1.fep127f), bfloat(__FLT_MIN__), bfloat(__builtin_in
 // A value that is the same in every thread, by the promise of who wrote it.
 template <class T> struct uniform {
   T emu_value;
-  constexpr uniform(T x) : emu_value(x) {}
-  constexpr operator T() const { return emu_value; }
+  METAL_FUNC constexpr uniform(T x) : emu_value(x) {}
+  METAL_FUNC constexpr operator T() const { return emu_value; }
 };
-template <class T> constexpr uniform<T> make_uniform(T x) { return uniform<T>{x}; }
+template <class T> METAL_FUNC constexpr uniform<T> make_uniform(T x) { return uniform<T>{x}; }
 
 template <class T, size_t N> struct array {
   T emu_elements[N];
-  constexpr T& operator[](size_t i) { return emu_elements[i]; }
-  constexpr const T& operator[](size_t i) const { return emu_elements[i]; }
-  constexpr size_t size() const { return N; }
+  METAL_FUNC constexpr T& operator[](size_t i) { return emu_elements[i]; }
+  METAL_FUNC constexpr const T& operator[](size_t i) const { return emu_elements[i]; }
+  METAL_FUNC constexpr size_t size() const { return N; }
 };
 
 }  // namespace metal

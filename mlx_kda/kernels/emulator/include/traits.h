@@ -1,7 +1,12 @@
 // Type traits of the Metal standard library, which has no <type_traits>.
 #pragma once
 
+#ifdef __CUDACC__
+#define EMU_DECLARED __device__
+#else
 #define METAL_FUNC inline __attribute__((always_inline))
+#define EMU_DECLARED
+#endif
 #define __METAL__ 1
 #define __METAL_VERSION__ 320
 #define __HAVE_BFLOAT__ 1
@@ -36,7 +41,7 @@ namespace metal {
 template <class T, T v> struct integral_constant {
   static constexpr T value = v;
   using value_type = T;
-  constexpr operator T() const { return v; }
+  METAL_FUNC constexpr operator T() const { return v; }
 };
 using true_type = integral_constant<bool, true>;
 using false_type = integral_constant<bool, false>;
@@ -72,8 +77,8 @@ template <class T> struct is_pointer<T*> : true_type {};
 template <class T> constexpr bool is_pointer_v = is_pointer<T>::value;
 template <class...> struct emu_void { using type = void; };
 template <class... T> using emu_void_t = typename emu_void<T...>::type;
-template <class T> remove_reference_t<T>&& declval();
-template <class T> void emu_accept(T);
+template <class T> EMU_DECLARED remove_reference_t<T>&& declval();
+template <class T> EMU_DECLARED void emu_accept(T);
 template <class A, class B, class = void> struct is_convertible : false_type {};
 template <class A, class B>
 struct is_convertible<A, B, emu_void_t<decltype(emu_accept<B>(declval<A>()))>> : true_type {};

@@ -5,12 +5,16 @@
 
 #include "traits.h"
 
-#ifdef EMU_COUNT
+#if defined(EMU_COUNT)
 #include "counted.h"  // emu_float and half: the same values, every operation counted
+#elif defined(__CUDACC__)
+typedef float emu_float;  // half is a class, below: CUDA's own is ambiguous in too many places
 #else
 typedef float emu_float;
 typedef _Float16 half;
 #endif
+
+#include "small_float.h"
 
 namespace metal {
 
@@ -28,11 +32,29 @@ template <class To, class From> METAL_FUNC constexpr To emu_bit_cast(const From&
   }
 }
 
-// bfloat widens to float by itself; float and half are narrowed to it only by an explicit cast.
-constexpr uint16_t emu_bfloat_bits(float f) {
+#ifdef __CUDACC__
+METAL_FUNC constexpr uint16_t emu_half_bits(float f) {
+  if (!__builtin_is_constant_evaluated()) return __half_as_ushort(__float2half_rn(f));
+  const uint32_t u = __builtin_bit_cast(uint32_t, f), sign = u >> 16 & 0x8000u;
+  const int e = int(u >> 23 & 255u) - 112;  // constants that half holds exactly, or infinity
+  if (e >= 31) return uint16_t(sign | 0x7c00u | ((u & 0x7fffffffu) > 0x7f800000u ? 0x200u : 0u));
+  if (e > 0) return uint16_t(sign | uint32_t(e) << 10 | (u >> 13 & 0x3ffu));
+  return uint16_t(sign | (e < -10 ? 0u : (u & 0x7fffffu | 0x800000u) >> (14 - e)));
+}
+METAL_FUNC constexpr float emu_half_value(uint16_t bits) {
+  if (!__builtin_is_constant_evaluated()) return __half2float(__ushort_as_half(bits));
+  return 0.0f;  // no constant is made from a half
+}
+#endif
+
+METAL_FUNC constexpr uint16_t emu_bfloat_bits(float f) {
   uint32_t u = __builtin_bit_cast(uint32_t, f);
   if ((u & 0x7fffffffu) > 0x7f800000u) return uint16_t((u >> 16) | 0x40u);  // keep NaN a NaN
   return uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+
+METAL_FUNC constexpr float emu_bfloat_value(uint16_t bits) {
+  return __builtin_bit_cast(float, uint32_t(bits) << 16);
 }
 
 #ifdef EMU_COUNT
@@ -40,49 +62,16 @@ METAL_FUNC constexpr float emu_plain(emu_float x) { return x.v; }
 #endif
 METAL_FUNC constexpr float emu_plain(float x) { return x; }
 
-struct bfloat {
-  uint16_t bits;
-  bfloat() = default;
-  template <class T, enable_if_t<emu_int_v<T>, int> = 0>
-  METAL_FUNC constexpr bfloat(T x) : bits(emu_bfloat_bits(float(x))) {}
-  template <class T, enable_if_t<!emu_int_v<T> && is_convertible_v<T, emu_float>, int> = 0>
-  METAL_FUNC explicit constexpr bfloat(T x) : bits(emu_bfloat_bits(emu_plain(emu_float(x)))) {}
-  METAL_FUNC constexpr operator float() const {
-    return __builtin_bit_cast(float, uint32_t(bits) << 16);
-  }
-  static constexpr bfloat from_bits(uint16_t b) { return __builtin_bit_cast(bfloat, b); }
-#define EMU_BF_ASSIGN(op)                                                  \
-  template <class T> METAL_FUNC bfloat& operator op##=(T y) {              \
-    return *this = bfloat(emu_float(*this) op emu_float(y));               \
-  }
-  EMU_BF_ASSIGN(+) EMU_BF_ASSIGN(-) EMU_BF_ASSIGN(*) EMU_BF_ASSIGN(/)
-#undef EMU_BF_ASSIGN
-};
-
-#define EMU_BF_OP(op)                                                                          \
-  METAL_FUNC constexpr bfloat operator op(bfloat a, bfloat b) {                                \
-    return bfloat(emu_float(a) op emu_float(b));                                               \
-  }                                                                                            \
-  template <class I, enable_if_t<emu_int_v<I>, int> = 0>                                       \
-  METAL_FUNC constexpr bfloat operator op(bfloat a, I b) {                                     \
-    return bfloat(emu_float(a) op emu_float(b));                                               \
-  }                                                                                            \
-  template <class I, enable_if_t<emu_int_v<I>, int> = 0>                                       \
-  METAL_FUNC constexpr bfloat operator op(I a, bfloat b) {                                     \
-    return bfloat(emu_float(a) op emu_float(b));                                               \
-  }
-EMU_BF_OP(+) EMU_BF_OP(-) EMU_BF_OP(*) EMU_BF_OP(/)
-#undef EMU_BF_OP
-METAL_FUNC constexpr bfloat operator-(bfloat a) { return bfloat::from_bits(a.bits ^ 0x8000u); }
-#define EMU_BF_CMP(op)                                                                         \
-  METAL_FUNC constexpr bool operator op(bfloat a, bfloat b) {                                  \
-    return emu_float(a) op emu_float(b);                                                       \
-  }
-EMU_BF_CMP(<) EMU_BF_CMP(>) EMU_BF_CMP(<=) EMU_BF_CMP(>=) EMU_BF_CMP(==) EMU_BF_CMP(!=)
-#undef EMU_BF_CMP
+EMU_SMALL_FLOAT(bfloat, emu_bfloat_bits, emu_bfloat_value)
+#ifdef __CUDACC__
+EMU_SMALL_FLOAT(half, emu_half_bits, emu_half_value)
+#endif
 
 }  // namespace metal
 using metal::bfloat;
+#ifdef __CUDACC__
+using metal::half;
+#endif
 #include "numbers.h"
 
 template <class To, class From> METAL_FUNC constexpr To as_type(From from) {
