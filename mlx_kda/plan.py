@@ -86,7 +86,7 @@ def working_set(
     rows = context if policy.slots is None else min(policy.slots, context) + T
     row = (config.kv_lora_rank + config.qk_rope_head_dim) * size
     queries = T * heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
-    mla = 2 * queries * size + 3 * WORKSPACE + (rows * row if policy.bits is None else 0)
+    mla = 2 * queries * size + 4 * WORKSPACE + (rows * row if policy.bits is None else 0)
     dense = 3 * T * config.intermediate_size * size
     chosen = T * config.num_experts_per_token
     moe = chosen * (2 * config.hidden_size + 3 * config.moe_intermediate_size) * size

@@ -2,10 +2,12 @@
 
 import io
 import json
+import signal
 
 import pytest
 from helpers.program import run
 
+from mlx_kda.cli import common
 from mlx_kda.cli.main import main
 from mlx_kda.context import Context
 from mlx_kda.messages import chat_ids
@@ -177,3 +179,134 @@ def test_weights_with_nan_are_named(tiny_hf, tmp_path, capsys):
     assert main(["generate", str(folder), "--prompt", "hi"]) == 2
     err = capsys.readouterr().err
     assert "not finite" in err and err.count("\n") == 1
+
+
+def tokens_of(out):
+    return json.loads(out)["tokens"]
+
+
+RAW = ["--raw", "--ignore-eos", "--json"]
+
+
+def test_a_session_goes_on_where_it_stopped(generate, tmp_path):
+    file = str(tmp_path / "s")
+    whole = tokens_of(generate("--prompt", "the rain", "--max-tokens", "20", *RAW)[1])
+    first = generate("--prompt", "the rain", "--max-tokens", "8", "--session", file, *RAW)
+    # a prompt that the session begins with is not read again
+    again = generate("--prompt", "the rain", "--max-tokens", "5", "--session", file, *RAW)
+    assert json.loads(again[1])["statistics"]["prefilled_tokens"] == 0
+    parts = tokens_of(first[1]) + tokens_of(again[1])
+    assert parts == whole[:13]
+    # another text is added
+    _, out, _ = generate("--prompt", " in the plain", "--max-tokens", "0", "--session", file, *RAW)
+    statistics = json.loads(out)["statistics"]
+    assert statistics["reused_tokens"] > 13 and statistics["prefilled_tokens"] > 0
+
+
+def test_a_session_of_messages(generate, tmp_path, monkeypatch):
+    file = str(tmp_path / "s")
+    flags = ["--max-tokens", "6", "--ignore-eos", "--json", "--session", file]
+    first = json.loads(generate("--prompt", "hello", *flags)[1])
+    second = json.loads(generate("--prompt", "more", *flags)[1])
+    assert second["statistics"]["reused_tokens"] == len(first["prompt_tokens"]) + 6
+    assert second["prompt_tokens"][: len(first["prompt_tokens"])] == first["prompt_tokens"]
+    # with nothing on the pipe the answer itself goes on
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    third = json.loads(generate(*flags)[1])
+    long = ["--max-tokens", "12", "--ignore-eos", "--json"]
+    other = str(tmp_path / "t")
+    generate("--prompt", "hello", *flags[:4], "--session", other)
+    wanted = json.loads(generate("--prompt", "more", *long, "--session", other)[1])
+    assert second["tokens"] + third["tokens"] == wanted["tokens"]
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_the_session(generate, tmp_path, monkeypatch, sent):
+    file = tmp_path / "s"
+    flags = ["--prompt", "the rain", *RAW[:2], "--session", str(file)]
+    whole = tokens_of(generate(*flags[:2], *RAW, "--max-tokens", "30")[1])
+    written = []
+
+    def write(text):
+        written.append(text)
+        if len(written) == 10:
+            signal.raise_signal(sent)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(common, "write", write)
+        status, _, err = generate(*flags, "--max-tokens", "30")
+    assert status == 128 + sent and f"interrupted; {file} goes on from here" in err
+    rest = tokens_of(generate(*flags, "--max-tokens", "20", "--json")[1])
+    assert rest == whole[10:]
+
+
+@pytest.mark.parametrize("raw", [True, False])
+def test_a_signal_while_reading_keeps_what_was_read(generate, tmp_path, monkeypatch, raw):
+    """A long prompt, stopped half way: the same command reads only the rest."""
+    from mlx_kda.context import Context
+
+    flags = ["--prompt", "the rain in the plain " * 8, "--json", "--max-tokens", "6"]
+    flags += ["--ignore-eos", *(["--raw"] if raw else [])]
+    wanted = json.loads(generate(*flags)[1])
+    flags += ["--session", str(tmp_path / "s"), "--prefill-step", "16"]
+    absorb = Context._absorb
+
+    def slow(self, chunk, last):
+        absorb(self, chunk, last)
+        if len(self.tokens) == 48:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Context, "_absorb", slow)
+        assert generate(*flags)[0] == 128 + signal.SIGINT
+    result = json.loads(generate(*flags)[1])
+    assert result["statistics"]["reused_tokens"] == 48
+    assert result["tokens"] == wanted["tokens"]
+
+
+def test_a_failure_leaves_the_old_session(generate, tmp_path):
+    file = tmp_path / "s"
+    flags = ["--session", str(file), "--raw", "--max-tokens", "3"]
+    assert generate("--prompt", "the rain", *flags)[0] == 0
+    before = file.read_bytes()
+    status, out, err = generate("--prompt", "z" * 600, *flags)
+    assert status == 2 and "longer than the model's context" in err and out == ""
+    assert file.read_bytes() == before
+    assert generate("--prompt", "x", *flags, "--policy", "int8")[0] == 2
+    file.write_bytes(before[:-1])
+    status, _, err = generate("--prompt", "x", *flags)
+    assert status == 2 and "truncated" in err and file.read_bytes() == before[:-1]
+
+
+def test_a_policy_is_in_force_and_reported(generate):
+    flags = ["--prompt", "the rain in the plain", "--max-tokens", "5", "--policy"]
+    status, out, _ = generate(*flags, "window:8+2,int8", "--json")
+    result = json.loads(out)
+    assert status == 0 and result["statistics"]["policy"] == "window:8+2,int8"
+    kda, *_, mla = result["cache"]
+    assert kda["kind"] == "kda" and mla["asked"] == "window:8+2,int8"
+    assert mla["now"] == mla["bytes_at_end"] == mla["fixed_bytes"] and mla["token_bytes"] == 0
+    assert result["statistics"]["cache_bytes"] == sum(one["now"] for one in result["cache"])
+    _, _, err = generate(*flags, "int4", "--stats")
+    assert "asked for int4" in err and "latents in 4 bits" in err
+    status, _, err = generate(*flags, "window:0")
+    assert status == 2 and "at least 1 token" in err
+
+
+def test_speculation_says_the_same(generate):
+    flags = ["--prompt", "the rain " * 9, "--max-tokens", "40", "--ignore-eos", "--json"]
+    plain, guessed = (json.loads(generate(*flags, *more)[1]) for more in ([], ["--speculate"]))
+    assert plain["tokens"] == guessed["tokens"]
+    assert plain["statistics"]["drafted_tokens"] == 0
+    assert 0 <= guessed["statistics"]["accepted_tokens"] <= guessed["statistics"]["drafted_tokens"]
+
+
+def test_what_cannot_fit_is_refused_with_numbers(generate, monkeypatch):
+    from mlx_kda import plan
+
+    monkeypatch.setattr(plan, "machine", lambda: plan.Memory(10**7, 10**7, "physical memory"))
+    status, out, err = generate("--prompt", "hi", "--max-tokens", "3")
+    assert status == 2 and out == "" and err.count("\n") == 1
+    for words in ("tokens under exact take", "weights 1", "this machine has 10 MB", "--force"):
+        assert words in err
+    assert generate("--prompt", "hi", "--max-tokens", "3", "--force")[0] == 0
