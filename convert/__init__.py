@@ -1,7 +1,8 @@
-"""Checkpoints from Hugging Face to MLX: read, map, cast, quantise, write."""
+"""Checkpoints from Hugging Face to MLX: read, map, cast, quantise, write, verify."""
 
 from .inspection import inspect
+from .plan import Plan, plan
 from .report import ConversionReport
 from .run import convert
 
-__all__ = ["ConversionReport", "convert", "inspect"]
+__all__ = ["ConversionReport", "Plan", "convert", "inspect", "plan"]

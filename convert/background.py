@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 
-WAITING_BYTES = 192_000_000
+WAITING_BYTES = 64_000_000
 
 
 class Background:

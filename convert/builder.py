@@ -11,6 +11,7 @@ from .steps import Mapping, Step, copy_step
 from .tensor_files import Spec
 
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+PARTS = ("weight", "scales", "biases", "global_scale")  # of a packed weight
 SHOWN = 4  # names spelled out in an error; the rest are counted
 
 
@@ -64,17 +65,18 @@ class Builder:
 
     def weight(self, path: str, shape: tuple[int, ...], *aliases: str) -> None:
         """The weight of a linear map, plain or quantised by MLX (with scales and biases)."""
-        if self.has(f"{path}.scales"):
-            return self.packed(path, shape)
+        for source in (path, *aliases):
+            if self.has(f"{source}.scales"):
+                return self.packed(path, shape, source)
         return self.tensor(f"{path}.weight", shape, *(f"{alias}.weight" for alias in aliases))
 
-    def packed(self, path: str, shape: tuple[int, ...]) -> None:
+    def packed(self, path: str, shape: tuple[int, ...], source: str) -> None:
         """A weight that MLX quantised: packed words, scales, and what the mode adds."""
-        self.mapping.packed[path] = quantization_of(self, path, shape)
-        for part in ("weight", "scales", "biases", "global_scale"):
-            name = f"{path}.{part}"
+        self.mapping.packed[path] = quantization_of(self, source, shape)
+        for part in PARTS:
+            name = f"{source}.{part}"
             if self.has(name):
-                self.add(copy_step(name, name, self.left[name]))
+                self.add(copy_step(name, f"{path}.{part}", self.left[name]))
 
     def finish(self) -> Mapping:
         """The whole mapping; CheckpointError naming what is missing or left over."""

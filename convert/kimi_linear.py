@@ -21,7 +21,7 @@ import mlx.core as mx
 from mlx_kda.errors import CheckpointError
 from mlx_kda.models.config import KDA, MOE, KimiLinearConfig
 
-from .builder import Builder, listed, quantization_of
+from .builder import PARTS, Builder, listed, quantization_of
 from .steps import Mapping, Read, Step
 from .tensor_files import Spec
 
@@ -136,20 +136,37 @@ def _experts(build: Builder, path: str, part: str, count: int, shape: tuple[int,
         return build.weight(target, (count, *shape))
     hub = f"{path}.block_sparse_moe.experts"
     group = f"{path}.mlp.experts" if build.has(f"{path}.mlp.experts.0.w1.weight") else hub
-    names = tuple(f"{group}.{i}.{EXPERT_PARTS[part]}.weight" for i in range(count))
-    if absent := [name for name in names if not build.has(name)]:
+    experts = [f"{group}.{i}.{EXPERT_PARTS[part]}" for i in range(count)]
+    if absent := [f"{expert}.weight" for expert in experts if not build.has(f"{expert}.weight")]:
         return build.missing.extend(absent)
-    specs = [build.floats(name, [shape]) for name in names]
+    if any(build.has(f"{expert}.scales") for expert in experts):
+        return _packed_experts(build, target, experts, shape)
+    specs = [build.floats(f"{expert}.weight", [shape]) for expert in experts]
+    return _stack(build, f"{target}.weight", [f"{expert}.weight" for expert in experts], specs)
+
+
+def _packed_experts(
+    build: Builder, target: str, experts: list[str], shape: tuple[int, int]
+) -> None:
+    """Stack experts that are packed, all in one way."""
+    forms = [quantization_of(build, expert, shape) for expert in experts]
+    if any(form != forms[0] for form in forms):
+        raise CheckpointError(f"the experts of {target} are quantised in different ways")
+    build.mapping.packed[target] = forms[0]
+    for part in PARTS:
+        names = [f"{expert}.{part}" for expert in experts if build.has(f"{expert}.{part}")]
+        if names:
+            _stack(build, f"{target}.{part}", names, [build.left[name] for name in names])
+
+
+def _stack(build: Builder, name: str, sources: list[str], specs: list[Spec]) -> None:
     if len(dtypes := {str(spec.dtype) for spec in specs}) > 1:
-        raise CheckpointError(
-            f"{group}.*.{EXPERT_PARTS[part]} mixes dtypes: {listed(sorted(dtypes))}"
-        )
-    name = f"{target}.weight"
-    return build.add(
+        raise CheckpointError(f"the experts of {name} mix dtypes: {listed(sorted(dtypes))}")
+    build.add(
         Step(
-            names,
-            {name: Spec((count, *shape), specs[0].dtype)},
-            lambda read: {name: mx.stack([read(source) for source in names])},
+            tuple(sources),
+            {name: Spec((len(sources), *specs[0].shape), specs[0].dtype)},
+            lambda read: {name: mx.stack([read(source) for source in sources])},
         )
     )
 

@@ -7,66 +7,99 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from mlx_kda.errors import UserError
+from mlx_kda.files import new_file, write_text
 
+from .journal import Journal
 from .report import WRITER, in_words
 
 REPORT = "conversion.json"
 LOCK = ".lock"
 
 
-def check_output(out: Path, source: Path, overwrite: bool) -> None:
+def check_output(out: Path, source: Path | None, overwrite: bool) -> None:
     """Refuse an output that is the source, lies in it, holds it, or holds something else.
 
     Raises UserError.
     """
-    place, origin = out.resolve(), source.resolve()
-    if place == origin or origin in place.parents:
-        raise UserError(f"the output {out} lies in the source folder; choose another place")
-    if place in origin.parents:
-        raise UserError(f"the output {out} holds the source folder; choose another place")
+    if source is not None:
+        place, origin = out.resolve(), source.resolve()
+        if place == origin or origin in place.parents:
+            raise UserError(f"the output {out} lies in the source folder; choose another place")
+        if place in origin.parents:
+            raise UserError(f"the output {out} holds the source folder; choose another place")
     if out.is_dir() and any(out.iterdir()):
         if not overwrite:
             raise UserError(f"{out} exists and is not empty; choose another, or pass --overwrite")
-        if not _is_ours(out):
+        if read_report(out) is None:
             raise UserError(f"{out} was not written by mlx-kda and is not overwritten")
     elif out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file; name a folder for the output")
 
 
-def _is_ours(folder: Path) -> bool:
-    """Whether a conversion wrote the folder, by the report that lies in it."""
+def read_report(folder: Path) -> dict[str, Any] | None:
+    """The report of the conversion that wrote a folder, None if none did."""
     try:
-        return json.loads((folder / REPORT).read_text())["written_by"] == WRITER
+        report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+        return report if report["written_by"] == WRITER else None
     except (OSError, ValueError, KeyError, TypeError):
-        return False
+        return None
+
+
+def partial_of(out: Path) -> Path:
+    """Where an output is built."""
+    return out.with_name(out.name + ".partial")
+
+
+def free_space(out: Path) -> tuple[Path, int]:
+    """The folder that exists on the way to an output, and the free bytes of its disk."""
+    place = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    return place, shutil.disk_usage(place).free
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of the files in a folder, 0 if there is none."""
+    return sum(path.stat().st_size for path in folder.glob("*") if path.is_file())
 
 
 def check_space(out: Path, needed: int) -> None:
-    """Refuse a disk that cannot hold `needed` bytes."""
-    place = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
-    free = shutil.disk_usage(place).free
+    """Refuse a disk that cannot hold `needed` more bytes."""
+    place, free = free_space(out)
     if needed > free:
         raise UserError(f"the output needs {in_words(needed)}, {place} has {in_words(free)} free")
 
 
 @contextlib.contextmanager
-def partial_folder(out: Path) -> Iterator[Path]:
-    """A folder `<out>.partial` that becomes `out` if the block succeeds and is removed if it fails.
+def partial_folder(
+    out: Path, identity: dict[str, Any], resume: bool, overwrite: bool, say: Callable[[str], None]
+) -> Iterator[Journal]:
+    """A folder `<out>.partial` that becomes `out` if the block succeeds.
 
-    An existing output is replaced only at the end. System errors become UserError.
+    If the block fails, finished files stay for --resume, and `say` hears so; with none finished,
+    the folder goes. An unfinished conversion that is found is taken up with `resume`, cleared with
+    `overwrite`, else refused. An existing output is replaced only at the end. System errors become
+    UserError.
     """
-    partial = out.with_name(out.name + ".partial")
+    partial = partial_of(out)
     try:
-        with _claimed(partial):
-            yield partial
-            (partial / LOCK).unlink()
+        with _locked(partial):
+            journal = Journal(partial)
+            _take_up(journal, identity, resume, overwrite)
+            try:
+                yield journal
+            except BaseException:
+                if journal.is_begun:
+                    say(f"what is finished is kept in {partial}: repeat the command with --resume")
+                else:
+                    shutil.rmtree(partial, ignore_errors=True)
+                raise
             sync_folder(partial)
             _replace(out, partial)
+            tidy(out)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(f"the disk is full: {out} was not written") from error
@@ -74,28 +107,43 @@ def partial_folder(out: Path) -> Iterator[Path]:
         raise UserError(f"{out} cannot be written: {reason}") from error
 
 
+def _take_up(journal: Journal, identity: dict[str, Any], resume: bool, overwrite: bool) -> None:
+    if journal.is_begun and (resume or not overwrite):
+        if not resume:
+            raise UserError(
+                f"{journal.folder} holds an unfinished conversion; pass --resume to go on with it, "
+                "or --overwrite to begin anew"
+            )
+        journal.check(identity)
+        return
+    for left in journal.folder.iterdir():
+        if left.name != LOCK:
+            left.unlink()
+    journal.begin(identity)
+
+
 @contextlib.contextmanager
-def _claimed(partial: Path) -> Iterator[None]:
+def _locked(partial: Path) -> Iterator[None]:
     """Make the folder and hold a lock in it, so that no second process writes there.
 
-    What a killed conversion left behind is cleared; a folder of somebody else's is refused.
+    A folder of somebody else's is refused.
     """
     lock = partial / LOCK
     if partial.exists() and not lock.is_file():
         raise UserError(f"{partial} is needed for the unfinished output but is something else")
     partial.mkdir(parents=True, exist_ok=True)
-    with lock.open("w") as handle:
+    with lock.open("a") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"another conversion is writing {partial}; wait for it") from None
-        for left in partial.iterdir():
-            if left != lock:
-                left.unlink()
-        try:
-            yield
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        yield
+
+
+def tidy(out: Path) -> None:
+    """Remove what only an unfinished output needs, from one that is whole."""
+    Journal(out).remove()
+    (out / LOCK).unlink(missing_ok=True)
 
 
 def _replace(out: Path, partial: Path) -> None:
@@ -113,24 +161,9 @@ def _replace(out: Path, partial: Path) -> None:
     shutil.rmtree(old)
 
 
-@contextlib.contextmanager
-def new_file(path: Path) -> Iterator[Path]:
-    """A temporary path that is synced and renamed to `path` if the block succeeds."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file whole or not at all."""
-    with new_file(path) as temporary:
-        text = json.dumps(content, indent=2, ensure_ascii=False)
-        temporary.write_text(text + "\n", encoding="utf-8")
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def copy_file(source: Path, target: Path) -> None:

@@ -1,112 +1,17 @@
-"""Which weights are stored in few bits, and how: the recipe of a conversion.
-
-Default recipe: every matrix is quantised but those that steer the gates and the convolutions.
-They are about 1 % of the bytes and do most of the damage, because their errors are multiplied
-along the sequence. The router has 8 affine bits, or more of them.
-"""
+"""Casting and quantising what a mapping makes, with every value checked to be finite."""
 
 import re
-from dataclasses import dataclass, field
 
 import mlx.core as mx
 
 from mlx_kda.errors import UserError
 
 from .builder import FLOATS
+from .recipe import Packing, Recipe
 from .steps import Read, Step
 from .tensor_files import Spec
 
-# mode -> (bits allowed, default bits, group sizes allowed, default group size)
-MODES = {
-    "affine": ((2, 3, 4, 5, 6, 8), 4, (32, 64, 128), 64),
-    "mxfp4": ((4,), 4, (32,), 32),
-    "mxfp8": ((8,), 8, (32,), 32),
-    "nvfp4": ((4,), 4, (16,), 16),
-}
-GATE_PATH = re.compile(r"\.self_attn\.(b_proj|f_a_proj|f_b_proj|g_a_proj|g_b_proj)$")
-ROUTER = re.compile(r"\.mlp\.gate$")
 FLOAT32 = re.compile(r"\.(A_log|dt_bias|e_score_correction_bias|global_scale)$")
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How one weight is quantised, in the words of mlx-lm's config."""
-
-    bits: int
-    group_size: int
-    mode: str = "affine"
-
-    def as_config(self) -> dict:
-        """The entry of config.json."""
-        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
-
-    def outputs(self, path: str, spec: Spec) -> dict[str, Spec]:
-        """The tensors that a plain weight of this spec becomes."""
-        *rows, width = spec.shape
-        scales = Spec((*rows, width // self.group_size), spec.dtype)
-        packed = {f"{path}.weight": Spec((*rows, width * self.bits // 32), mx.uint32)}
-        if self.mode == "affine":
-            return packed | {f"{path}.scales": scales, f"{path}.biases": scales}
-        return packed | {f"{path}.scales": Spec(scales.shape, mx.uint8)}
-
-
-ROUTER_PACKING = Packing(8, 64)
-
-
-@dataclass
-class Recipe:
-    """Chooses a packing for each weight and remembers what it kept, and why."""
-
-    default: Packing
-    kept: dict[str, str] = field(default_factory=dict)
-    packed: dict[str, Packing] = field(default_factory=dict)
-
-    @classmethod
-    def make(cls, bits: int | None, group_size: int | None, mode: str) -> "Recipe | None":
-        """The recipe for `--q-bits`, `--q-group-size` and `--q-mode`; None if none was asked for.
-
-        Raises UserError where the mode does not have the bits or the group size.
-        """
-        if mode not in MODES:
-            raise UserError(f"--q-mode {mode} is not known; choose from {', '.join(MODES)}")
-        if bits is None and group_size is None and mode == "affine":
-            return None
-        all_bits, default_bits, all_groups, default_group = MODES[mode]
-        bits = default_bits if bits is None else bits
-        group_size = default_group if group_size is None else group_size
-        if bits not in all_bits:
-            raise UserError(f"--q-mode {mode} has no {bits} bits; choose {_one_of(all_bits)}")
-        if group_size not in all_groups:
-            raise UserError(
-                f"--q-mode {mode} has no group size {group_size}; choose {_one_of(all_groups)}"
-            )
-        return cls(Packing(bits, group_size, mode))
-
-    def choose(self, name: str, spec: Spec) -> Packing | None:
-        """The packing for one tensor, or None if it stays as it is."""
-        path, _, part = name.rpartition(".")
-        if part != "weight" or len(spec.shape) < 2 or spec.dtype not in FLOATS:
-            return None
-        packing = self.default
-        if path.endswith("_conv.conv"):
-            return self._keep(path, "convolution window")
-        if GATE_PATH.search(path):
-            return self._keep(path, "gate path")
-        if ROUTER.search(path) and (packing.bits < 8 or packing.mode != "affine"):
-            packing = ROUTER_PACKING
-        width = spec.shape[-1]
-        if width % packing.group_size or width * packing.bits % 32:
-            return self._keep(path, f"width {width} is no multiple of group {packing.group_size}")
-        self.packed[path] = packing
-        return packing
-
-    def _keep(self, path: str, reason: str) -> None:
-        self.kept[path] = reason
-
-    def as_config(self) -> dict:
-        """The `quantization` entry of config.json: a default and the weights that differ."""
-        differ = {p: v.as_config() for p, v in self.packed.items() if v != self.default}
-        return self.default.as_config() | differ
 
 
 def finish_step(step: Step, dtype: mx.Dtype, recipe: Recipe | None) -> Step:
@@ -131,13 +36,17 @@ def finish_step(step: Step, dtype: mx.Dtype, recipe: Recipe | None) -> Step:
 
     def run(read: Read) -> dict[str, mx.array]:
         made: dict[str, mx.array] = {}
-        for name, array in step.run(read).items():
+        arrays = step.run(read)
+        while arrays:
+            name = next(iter(arrays))
+            array = arrays.pop(name)
             if array.dtype in FLOATS:
                 array = cast(name, array, targets[name])
             if (packing := packings.get(name)) is None:
                 made[name] = array
                 continue
             parts = mx.quantize(array, packing.group_size, packing.bits, mode=packing.mode)
+            mx.eval(parts)
             path = name.removesuffix(".weight")
             made |= zip(packing.outputs(path, step.outputs[name]), parts, strict=True)
         return made
@@ -175,7 +84,3 @@ def cast(name: str, array: mx.array, dtype: mx.Dtype) -> mx.array:
             raise UserError(f"{name} holds values beyond the range of {dtype}; use bfloat16")
         raise UserError(f"{name} holds NaN or infinite values in the source")
     return result
-
-
-def _one_of(values: tuple[int, ...]) -> str:
-    return " or ".join(map(str, values))

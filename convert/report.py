@@ -1,7 +1,7 @@
 """What a conversion did: counts, bytes, recipe, and every tensor left out or left alone."""
 
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,17 @@ class ConversionReport:
     bytes_in: int
     bytes_out: int
     revision: str | None = None
+    # SHA-256 over the digests of all source tensors read (see `run.source_hash`)
+    source_hash: str = ""
+    # one text for source, recipe, shard size and version
+    identity: str = ""
+    # what was asked for: default packing, rules, target
+    recipe: dict[str, Any] | None = None
+    # the options of the command that makes this again
+    command: str = ""
     quantization: dict[str, Any] | None = None
+    # family -> how its matrices are stored -> how many
+    bits: dict[str, dict[str, int]] = field(default_factory=dict)
     # path with the layer's number starred -> why it was not quantised
     kept: dict[str, str] = field(default_factory=dict)
     # path with the layer's number starred -> the dtypes from which and to which it was cast
@@ -35,6 +45,8 @@ class ConversionReport:
     # weight file -> bytes, sha256
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     tokenizer: str | None = None
+    # what became of a source that was quantised
+    notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     seconds: float = 0.0
     version: str = ""
@@ -48,36 +60,66 @@ class ConversionReport:
         """The report as JSON takes it."""
         return {"written_by": WRITER} | asdict(self) | {"bits_per_weight": self.bits_per_weight}
 
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> "ConversionReport":
+        """The report that `as_dict` or `as_published` gave."""
+        known = {field.name for field in fields(cls)}
+        return cls(**{key: value for key, value in content.items() if key in known})
+
     def as_published(self) -> dict[str, Any]:
-        """The report for the output folder: without the paths of the machine that made it."""
-        content = self.as_dict()
-        del content["out"]
-        if self.revision is None:
-            content["source"] = Path(self.source).name
+        """The report for the output folder: without paths and times of the machine that made it."""
+        content = self.as_dict() | {"source": self.source_name}
+        del content["out"], content["seconds"]
         return content
+
+    @property
+    def source_name(self) -> str:
+        """The hub id, or the name of a local folder without its path."""
+        return self.source if self.revision is not None else Path(self.source).name
+
+    def provenance(self) -> dict[str, Any]:
+        """Where the weights come from and how they were made, for config.json."""
+        return {
+            "version": self.version,
+            "source": self.source_name,
+            "revision": self.revision,
+            "source_hash": self.source_hash,
+            "recipe": self.recipe,
+        }
+
+    def how(self) -> str:
+        """The recipe in a few words."""
+        if not self.quantization:
+            return self.dtype
+        if self.recipe and self.recipe["target_bpw"]:
+            return f"mixed bits for {self.recipe['target_bpw']:g} a weight, rest {self.dtype}"
+        q = self.quantization
+        mixed = ", with rules" if self.recipe and self.recipe["rules"] else ""
+        return (
+            f"{q['bits']} bits ({q['mode']}, groups of {q['group_size']}){mixed}, rest {self.dtype}"
+        )
 
     def lines(self) -> list[str]:
         """A short summary to print."""
-        how = self.dtype
-        if self.quantization:
-            q = self.quantization
-            how = f"{q['bits']} bits ({q['mode']}, groups of {q['group_size']}), rest {self.dtype}"
+        return [f"{self.source} -> {self.out}", *self.facts()]
+
+    def facts(self) -> list[str]:
+        """The summary without the paths."""
         lines = [
-            f"{self.source} -> {self.out}",
             f"{self.model_type}, {self.layers} layers, {self.parameters / 1e6:,.1f} M parameters",
-            f"{how}: {in_words(self.bytes_in)} -> {in_words(self.bytes_out)}, "
+            f"{self.how()}: {in_words(self.bytes_in)} -> {in_words(self.bytes_out)}, "
             f"{self.bits_per_weight:.2f} bits a weight",
         ]
-        lines += [
-            f"  {family:22s} {sums['tensors']:6d} tensors {in_words(sums['bytes']):>10s}"
-            for family, sums in self.families.items()
-        ]
+        for family, sums in self.families.items():
+            stored = "; ".join(f"{n} x {how}" for how, n in self.bits.get(family, {}).items())
+            tensors, size = f"{sums['tensors']:6d} tensors", in_words(sums["bytes"])
+            lines.append(f"  {family:22s} {tensors} {size:>10s}  {stored}".rstrip())
         for reason in dict.fromkeys(self.kept.values()):
             paths = [path for path, why in self.kept.items() if why == reason]
             lines.append(f"not quantised, {reason}: {', '.join(paths)}")
         lines += [f"cast: {path} ({change})" for path, change in self.cast.items()]
         lines += [f"dropped: {name} ({reason})" for name, reason in self.dropped.items()]
-        return [*lines, f"tokenizer: {self.tokenizer or 'none in the source'}"]
+        return [*lines, *self.notes, f"tokenizer: {self.tokenizer or 'none in the source'}"]
 
 
 def in_words(nbytes: float) -> str:

@@ -1,8 +1,8 @@
 """`convert`: a Hugging Face checkpoint in, an MLX folder out, one tensor in memory at a time."""
 
+import hashlib
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,34 +10,35 @@ import mlx.core as mx
 
 from mlx_kda import __version__
 from mlx_kda.errors import UserError
-from mlx_kda.tokenizer import end_ids, read_tokenizer, write_tokenizer
+from mlx_kda.files import new_file, write_text
 
-from .families import by_family, map_checkpoint
+from .budget import spend
+from .card import CARD, PAGE, card, command, page
+from .companions import Companions, read_companions, write_companions
+from .families import by_family
+from .journal import Journal
+from .layout import Layout, Wish, bits_by_family, changed_dtypes, identity_hash, lay_out
 from .output import (
+    LOCK,
     REPORT,
     check_output,
     check_space,
-    copy_file,
-    new_file,
     partial_folder,
+    partial_of,
+    read_report,
+    size_of,
+    tidy,
     write_json,
 )
-from .quantise import Recipe, finish_step, is_cast
+from .reader import Reader
 from .report import ConversionReport, starred
-from .source import INDEX, Source, open_source, read_json
-from .steps import Mapping, Step
-from .written_config import written_config
+from .source import INDEX, open_source
+from .steps import Step
+from .tensor_files import Spec
 from .writing import write_file
+from .written_config import written_config
 
 SHARD_BYTES = 5_000_000_000
-DTYPE_WORDS = {
-    "float32": mx.float32,
-    "float16": mx.float16,
-    "bfloat16": mx.bfloat16,
-    "fp32": mx.float32,
-    "fp16": mx.float16,
-    "bf16": mx.bfloat16,
-}
 Progress = Callable[[int, int, str], None]
 
 
@@ -49,8 +50,13 @@ def convert(
     q_bits: int | None = None,
     q_group_size: int | None = None,
     q_mode: str = "affine",
+    q_rules: Sequence[str] = (),
+    target_bpw: float | None = None,
+    dequantize: bool = False,
+    resume: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
+    say: Callable[[str], None] = lambda line: None,
     revision: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> ConversionReport:
@@ -61,156 +67,157 @@ def convert(
         out: folder to make. It appears under this name only when it is whole.
         dtype: "float32", "float16" or "bfloat16"; by default that of most of the source's bytes.
             Gate parameters (A_log, dt_bias) and the router's bias are float32 in any case.
-        q_bits, q_group_size, q_mode: quantise by the default recipe (see `quantise`); q_mode is
+        q_bits, q_group_size, q_mode: quantise by the default recipe (see `recipe`); q_mode is
             "affine", "mxfp4", "mxfp8" or "nvfp4".
-        overwrite: replace an output that mlx-kda wrote before.
+        q_rules: "PATTERN=BITS,GROUP[,MODE]" or "PATTERN=keep" for weights that the pattern names;
+            a later rule goes before an earlier one.
+        target_bpw: stored bits a weight, spent where the measured error is largest (see `budget`).
+        dequantize: unpack a source that came quantised.
+        resume: go on with an unfinished conversion of the same source by the same recipe.
+        overwrite: replace an output that mlx-kda wrote before, and an unfinished one.
         progress: called as progress(bytes written, bytes in all, what is being written).
+        say: hears a line when an unfinished conversion is found, and when one is left.
         revision: branch, tag or commit of a hub id.
         shard_bytes: size of an output file, exceeded only by a tensor larger than it.
 
-    Returns the report, which is also in the output as conversion.json.
+    Returns the report, which is also in the output as conversion.json, as a page of text and as a
+    model card.
 
     Raises UserError or CheckpointError: one line saying what is wrong with the source, the output
-    or the wish. No output is left behind then, nor on KeyboardInterrupt.
+    or the wish. What was finished then, or on KeyboardInterrupt, is kept for `resume`.
     """
     start = time.perf_counter()
-    recipe = Recipe.make(q_bits, q_group_size, q_mode)
-    if dtype is not None and dtype not in DTYPE_WORDS:
-        raise UserError(f"--dtype {dtype} is not known; choose float32, float16 or bfloat16")
+    wish = Wish(dtype, q_bits, q_group_size, q_mode, tuple(q_rules), target_bpw, dequantize)
     if shard_bytes < 1:
         raise UserError(f"the shard size must be positive, got {shard_bytes}")
     out = Path(out).expanduser()
-    origin = open_source(source, revision)
+    origin = open_source(source, revision, download=False)
+    layout = lay_out(origin, wish)
+    identity = layout.identity(shard_bytes)
+    if resume and (whole := finished_before(out, identity)):
+        say(f"{out} is whole already: nothing is left to do")
+        return whole
     check_output(out, origin.folder, overwrite)
-    config, mapping = map_checkpoint(origin.config, origin.tensors)
-    if recipe and mapping.packed:
-        raise UserError(f"{source} is quantised already; convert the unquantised checkpoint")
-    cast_to = DTYPE_WORDS[dtype] if dtype else common_dtype(mapping)
-    steps = [finish_step(step, cast_to, recipe) for step in mapping.steps]
-    outputs = {name: spec for step in steps for name, spec in step.outputs.items()}
-    total = sum(spec.nbytes for spec in outputs.values())
-    check_space(out, total)
-    quantization = recipe.as_config() if recipe else packed_config(mapping)
-    tokenizer = read_tokenizer(origin.folder, origin.config)
-    generation = read_generation(origin.folder)
-    eos_ids = end_ids(tokenizer, origin.config, generation)
-    written, warnings = written_config(origin.config, config, cast_to, quantization, eos_ids)
-
-    report = ConversionReport(
-        source=origin.name,
-        revision=origin.revision,
-        out=str(out),
-        model_type=config.model_type,
-        layers=config.num_hidden_layers,
-        dtype=str(cast_to).removeprefix("mlx.core."),
-        parameters=mapping.parameters,
-        tensors_in=len(origin.tensors),
-        tensors_out=len(outputs),
-        bytes_in=origin.nbytes,
-        bytes_out=total,
-        quantization=quantization,
-        kept=starred(recipe.kept) if recipe else {},
-        cast=starred(changed_dtypes(mapping, cast_to, all_of_it=dtype is not None)),
-        dropped=mapping.dropped,
-        families=by_family(outputs.items()),
-        warnings=warnings,
-        version=__version__,
-    )
-    with partial_folder(out) as folder:
-        if tokenizer is None:
-            report.warnings.append("the source has no tokenizer")
-        else:
-            report.tokenizer = write_tokenizer(tokenizer, folder, origin.config)
-        copy_licences(origin.folder, folder)
-        if eos_ids:
-            generation["eos_token_id"] = eos_ids
-        if generation:
-            write_json(folder / "generation_config.json", generation)
-        report.files = write_weights(
-            origin, steps, folder, shard_bytes, mapping.parameters, progress
-        )
+    check_space(out, max(0, layout.expected_bytes - size_of(partial_of(out))))
+    companions = read_companions(origin)
+    with partial_folder(out, identity, resume, overwrite, say) as journal:
+        if layout.recipe and layout.recipe.target_bpw is not None:
+            spend(layout, journal, progress)
+        shards = into_shards(layout.steps, shard_bytes)
+        take_up(journal, list(shards), say if resume else lambda line: None)
+        report = begin_report(layout, out, identity)
+        write_companions(layout, companions, journal.folder, report)
+        write_weights(layout, shards, journal, progress)
+        report.files = {
+            name: {"bytes": facts["bytes"], "sha256": facts["sha256"]}
+            for name, facts in sorted(journal.files.items())
+        }
+        report.source_hash = source_hash(journal)
         report.seconds = round(time.perf_counter() - start, 3)
-        write_json(folder / REPORT, report.as_published())
-        write_json(folder / "config.json", written)
+        finish_folder(layout, companions, shards, journal.folder, report)
     return report
 
 
-def common_dtype(mapping: Mapping) -> mx.Dtype:
-    """The dtype that holds most bytes among the tensors whose dtype may change."""
-    bytes_of: Counter = Counter()
-    for name, spec in mapping.outputs.items():
-        if is_cast(name, spec):
-            bytes_of[spec.dtype] += spec.nbytes
-    return bytes_of.most_common(1)[0][0]
-
-
-def changed_dtypes(mapping: Mapping, dtype: mx.Dtype, all_of_it: bool) -> dict[str, str]:
-    """What a cast to `dtype` changes: every tensor if that was asked for, else the odd ones."""
-    if all_of_it:
-        kinds = {s.dtype for n, s in mapping.outputs.items() if is_cast(n, s)} - {dtype}
-        changes = sorted(_change(kind, dtype) for kind in kinds)
-        return {"all but gate parameters": ", ".join(changes)} if changes else {}
-    return {
-        name: _change(spec.dtype, dtype)
-        for name, spec in mapping.outputs.items()
-        if is_cast(name, spec) and spec.dtype != dtype
-    }
-
-
-def _change(before: mx.Dtype, after: mx.Dtype) -> str:
-    return f"{before} -> {after}".replace("mlx.core.", "")
-
-
-def packed_config(mapping: Mapping) -> dict[str, Any] | None:
-    """The `quantization` entry for weights that came quantised: the commonest form, the others."""
-    if not mapping.packed:
+def finished_before(out: Path, identity: dict[str, Any]) -> ConversionReport | None:
+    """The report of an output that this very conversion has written before."""
+    content = read_report(out)
+    if content is None or content.get("identity") != identity_hash(identity):
         return None
-    forms = [tuple(sorted(form.items())) for form in mapping.packed.values()]
-    default = dict(Counter(forms).most_common(1)[0][0])
-    return default | {path: form for path, form in mapping.packed.items() if form != default}
+    tidy(out)
+    return ConversionReport.from_dict(content | {"out": str(out)})
+
+
+def take_up(journal: Journal, names: list[str], say: Callable[[str], None]) -> None:
+    """Take over what an unfinished conversion has finished, checked by its checksums."""
+    if not journal.is_begun:
+        return say("there is no unfinished conversion: beginning with the first file")
+    damaged = journal.take(names, lambda name: say(f"checking {name}"))
+    for name in damaged:
+        say(f"{name} is damaged and is written again")
+    say(f"going on with an unfinished conversion: {len(journal.files)} of {len(names)} files done")
+    return journal.clear(keep={LOCK})
+
+
+def begin_report(layout: Layout, out: Path, identity: dict[str, Any]) -> ConversionReport:
+    """The report, but for what is known only at the end."""
+    recipe, mapping, source = layout.recipe, layout.mapping, layout.source
+    outputs = layout.outputs
+    return ConversionReport(
+        source=source.name,
+        revision=source.revision,
+        out=str(out),
+        model_type=layout.config.model_type,
+        layers=layout.config.num_hidden_layers,
+        dtype=layout.dtype_name,
+        parameters=mapping.parameters,
+        tensors_in=len(source.tensors),
+        tensors_out=len(outputs),
+        bytes_in=source.nbytes,
+        bytes_out=layout.nbytes,
+        recipe=recipe.describe() if recipe else None,
+        command=command(layout.wish),
+        quantization=layout.quantization,
+        bits=bits_by_family(layout),
+        kept=starred(recipe.kept) if recipe else {},
+        cast=starred(changed_dtypes(mapping, layout.dtype, layout.wish.dtype is not None)),
+        dropped=mapping.dropped,
+        notes=layout.view.notes,
+        families=by_family(outputs.items()),
+        version=__version__,
+        identity=identity_hash(identity),
+    )
 
 
 def write_weights(
-    origin: Source,
-    steps: list[Step],
-    folder: Path,
-    shard_bytes: int,
-    parameters: int,
-    progress: Progress | None,
-) -> dict[str, dict[str, Any]]:
-    """Write all weight files and their index; only one step's tensors are in memory at a time."""
-    shards = into_shards(steps, shard_bytes)
-    total = sum(spec.nbytes for step in steps for spec in step.outputs.values())
-    files, places, done = {}, {}, 0
-    for number, shard in enumerate(shards, start=1):
-        name = "model.safetensors"
-        if len(shards) > 1:
-            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        specs = {key: spec for step in shard for key, spec in step.outputs.items()}
+    layout: Layout, shards: dict[str, list[Step]], journal: Journal, progress: Progress | None
+) -> None:
+    """Write the weight files that are not finished, and note each in the journal.
 
-        def arrays(shard: list[Step] = shard) -> Iterator[tuple[str, mx.array]]:
+    Only the tensors of one step are in memory at a time, and what is read ahead.
+    """
+    todo = {name: steps for name, steps in shards.items() if name not in journal.files}
+    total = layout.nbytes
+    done = sum(spec.nbytes for n in shards if n not in todo for _, spec in _outputs(shards[n]))
+    order = layout.view.stored(step for steps in todo.values() for step in steps)
+    waiting = layout.waiting_bytes
+    with Reader(layout.source, order, waiting) as reader:
+        read = layout.view.reading(reader)
+
+        def arrays(steps: list[Step]) -> Iterator[tuple[str, mx.array]]:
             nonlocal done
-            for step in shard:
-                yield from step.run(origin.read).items()
+            for step in steps:
+                made = step.run(read)
+                for name in step.outputs:
+                    yield name, made.pop(name)
                 mx.clear_cache()
                 done += sum(spec.nbytes for spec in step.outputs.values())
                 if progress and step.outputs:
                     progress(done, total, next(iter(step.outputs)))
 
-        with new_file(folder / name) as temporary:
-            digest = write_file(temporary, specs, arrays())
-            files[name] = {"bytes": temporary.stat().st_size, "sha256": digest}
-        places |= dict.fromkeys(specs, name)
-    index = {
-        "metadata": {"total_size": total, "total_parameters": parameters},
-        "weight_map": dict(sorted(places.items())),
-    }
-    write_json(folder / INDEX, index)
-    return files
+        for name, steps in todo.items():
+            with new_file(journal.folder / name) as temporary:
+                digest = write_file(
+                    temporary, dict(_outputs(steps)), arrays(steps), waiting=waiting
+                )
+                size = temporary.stat().st_size
+            sources = layout.view.stored(steps)
+            journal.record(
+                name,
+                {
+                    "bytes": size,
+                    "sha256": digest,
+                    "sources": {key: reader.digests[key] for key in sources},
+                },
+            )
 
 
-def into_shards(steps: list[Step], shard_bytes: int) -> list[list[Step]]:
-    """Group steps in order so that each file stays within its size; one step is never split."""
+def _outputs(steps: list[Step]) -> Iterator[tuple[str, Spec]]:
+    for step in steps:
+        yield from step.outputs.items()
+
+
+def into_shards(steps: list[Step], shard_bytes: int) -> dict[str, list[Step]]:
+    """Group steps in order, by file, so that each stays within its size; no step is split."""
     shards: list[list[Step]] = [[]]
     size = 0
     for step in steps:
@@ -220,17 +227,42 @@ def into_shards(steps: list[Step], shard_bytes: int) -> list[list[Step]]:
             size = 0
         shards[-1].append(step)
         size += nbytes
-    return shards
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    count = len(shards)
+    return {
+        f"model-{number:05d}-of-{count:05d}.safetensors": shard
+        for number, shard in enumerate(shards, start=1)
+    }
 
 
-def copy_licences(source: Path, folder: Path) -> None:
-    """Copy the licence files, which bind the converted weights too."""
-    for path in sorted(source.glob("LICENSE*")):
-        if path.is_file():
-            copy_file(path, folder / path.name)
+def source_hash(journal: Journal) -> str:
+    """SHA-256 over the lines "digest  name" of all source tensors that were read, by name."""
+    digests = {n: d for facts in journal.files.values() for n, d in facts["sources"].items()}
+    lines = "".join(f"{digests[name]}  {name}\n" for name in sorted(digests))
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def read_generation(folder: Path) -> dict[str, Any]:
-    """generation_config.json of a folder, {} if there is none."""
-    path = folder / "generation_config.json"
-    return read_json(path) if path.is_file() else {}
+def finish_folder(
+    layout: Layout,
+    companions: Companions,
+    shards: dict[str, list[Step]],
+    folder: Path,
+    report: ConversionReport,
+) -> None:
+    """Write the index, the report, the model card, and at the very end config.json."""
+    places = {key: name for name, steps in shards.items() for key, _ in _outputs(steps)}
+    index = {
+        "metadata": {"total_size": report.bytes_out, "total_parameters": report.parameters},
+        "weight_map": dict(sorted(places.items())),
+    }
+    write_json(folder / INDEX, index)
+    config, warnings = written_config(
+        layout.view.config, layout.config, layout.dtype, layout.quantization, companions.eos_ids
+    )
+    report.warnings += warnings
+    config["mlx_kda"] = report.provenance()
+    write_json(folder / REPORT, report.as_published())
+    write_text(folder / PAGE, page(report))
+    write_text(folder / CARD, card(report, folder))
+    write_json(folder / "config.json", config)

@@ -3,8 +3,10 @@
 Only configs, tokenizer files and safetensors are ever fetched or opened: no Python, no pickles.
 """
 
+import hashlib
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from .tensor_files import Stored, read_header, read_tensor
 
 INDEX = "model.safetensors.index.json"
 HUB_ID = re.compile(r"^\w[\w.-]*/\w[\w.-]*$")
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "LICENSE*"]
+SAMPLE = 65_536
 
 
 @dataclass
@@ -30,19 +32,56 @@ class Source:
     config: dict[str, Any]
     tensors: dict[str, Stored]
     revision: str | None = None
+    # downloads a weight file that is not there yet
+    fetch: Callable[[Path], None] | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of tensor data."""
         return sum(stored.nbytes for stored in self.tensors.values())
 
+    @property
+    def missing(self) -> list[Path]:
+        """Weight files that are still to be downloaded."""
+        files = {stored.file for stored in self.tensors.values()}
+        return sorted(file for file in files if self.fetch and not file.exists())
+
     def read(self, name: str) -> mx.array:
         """Read one tensor from disk."""
         return read_tensor(self.tensors[name])
 
+    def identity(self) -> dict[str, Any]:
+        """What tells this checkpoint from others without reading it whole.
 
-def open_source(source: str | Path, revision: str | None = None) -> Source:
+        The commit of a repository; of a folder, each file's size and a hash of its beginning,
+        middle and end.
+        """
+        if self.revision is not None:
+            return {"repository": self.name, "revision": self.revision}
+        files = sorted({stored.file for stored in self.tensors.values()})
+        return {file.name: _sampled(file) for file in (self.folder / "config.json", *files)}
+
+
+def _sampled(file: Path) -> list[Any]:
+    try:
+        size = file.stat().st_size
+        digest = hashlib.sha256()
+        with file.open("rb") as handle:
+            for place in (0, max(0, size - SAMPLE) // 2, max(0, size - SAMPLE)):
+                handle.seek(place)
+                digest.update(handle.read(SAMPLE))
+    except OSError as error:
+        raise CheckpointError(f"{file.name} cannot be read: {error.strerror}") from error
+    return [size, digest.hexdigest()]
+
+
+def open_source(
+    source: str | Path, revision: str | None = None, *, download: bool = True
+) -> Source:
     """Open a checkpoint by its folder or hub id, reading configs and headers only.
+
+    With `download` false the weight files of a hub id stay there; only their headers are read,
+    and `fetch` of the source gets a file when it is wanted.
 
     Raises UserError or CheckpointError: no such folder, hub out of reach, no checkpoint in it,
     a missing, truncated or damaged file, a tensor stored twice.
@@ -53,7 +92,9 @@ def open_source(source: str | Path, revision: str | None = None) -> Source:
     elif folder.exists():
         raise UserError(f"{source} is a file; give the folder that holds config.json")
     elif HUB_ID.match(str(source)):
-        folder, revision = _download(str(source), revision)
+        from . import hub
+
+        return hub.open_repository(str(source), revision, download)
     else:
         raise UserError(f"{source}: no such folder, and no hub id of the form owner/name")
     return Source(str(source), folder, read_config(folder), read_tensors(folder), revision)
@@ -85,26 +126,38 @@ def read_tensors(folder: Path) -> dict[str, Stored]:
     With an index its files are read and must hold what it says; without one, model*.safetensors,
     or whatever safetensors there are.
     """
-    index = folder / INDEX
-    placed: dict[str, str] = {}
-    if index.exists():
-        placed = read_json(index).get("weight_map")
-        if not isinstance(placed, dict) or not placed:
-            raise CheckpointError(f"{index} is damaged: it has no weight_map")
+    placed = read_placed(folder)
+    if placed:
         files = sorted({str(file) for file in placed.values()})
     else:
         found = [*folder.glob("model*.safetensors")] or [*folder.glob("*.safetensors")]
         files = sorted(path.name for path in found)
     if not files:
         _refuse_folder(folder)
-    if outside := [name for name in files if Path(name).name != name]:
-        raise CheckpointError(f"{INDEX} names a file outside the folder: {outside[0]}")
     if absent := [name for name in files if not (folder / name).is_file()]:
         raise CheckpointError(f"{INDEX} names files that are missing: {listed(absent)}")
 
+    return joined({file: read_header(folder / file) for file in files}, placed)
+
+
+def read_placed(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name by the index of a folder, {} if it has none."""
+    index = folder / INDEX
+    if not index.exists():
+        return {}
+    placed = read_json(index).get("weight_map")
+    if not isinstance(placed, dict) or not placed:
+        raise CheckpointError(f"{index} is damaged: it has no weight_map")
+    if outside := [name for name in map(str, placed.values()) if Path(name).name != name]:
+        raise CheckpointError(f"{INDEX} names a file outside the folder: {outside[0]}")
+    return placed
+
+
+def joined(headers: dict[str, dict[str, Stored]], placed: dict[str, str]) -> dict[str, Stored]:
+    """The tensors of all files together; they must be where the index says, and only once."""
     tensors: dict[str, Stored] = {}
-    for file in files:
-        for name, stored in read_header(folder / file).items():
+    for file, header in headers.items():
+        for name, stored in header.items():
             if name in tensors:
                 raise CheckpointError(
                     f"{name} is stored twice, in {tensors[name].file.name} and in {file}"
@@ -124,28 +177,3 @@ def _refuse_folder(folder: Path) -> None:
             "save it as safetensors"
         )
     raise CheckpointError(f"{folder} is no checkpoint: it has no .safetensors file")
-
-
-def _download(repo: str, revision: str | None) -> tuple[Path, str | None]:
-    """Fetch a repository into the hub's cache (which resumes) and return the folder and commit."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-
-    try:
-        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=HUB_FILES))
-    except GatedRepoError as error:
-        raise UserError(
-            f"{repo} needs a login: accept its terms and run `hf auth login`"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise UserError(
-            f"{repo} is neither a local folder nor a repository of the Hugging Face hub "
-            "(a private one needs `hf auth login`)"
-        ) from error
-    # the hub's client raises errors of its own, of its HTTP library and of the system
-    except Exception as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise UserError(
-            f"{repo} is no local folder and cannot be fetched from the Hugging Face hub: {reason}"
-        ) from error
-    return folder, folder.name

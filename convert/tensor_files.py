@@ -90,12 +90,13 @@ def read_header(path: Path, metadata: dict[str, str] | None = None) -> dict[str,
     if metadata is not None:
         metadata.update(found)
     return {
-        name: _entry(path, name, entry, start=8 + length, size=size)
+        name: stored_entry(path, name, entry, start=8 + length, size=size)
         for name, entry in header.items()
     }
 
 
-def _entry(path: Path, name: str, entry: dict, start: int, size: int) -> Stored:
+def stored_entry(path: Path, name: str, entry: dict, start: int, size: int | None = None) -> Stored:
+    """A tensor by its entry in a header; `size` is the file's, unless it is not there yet."""
     try:
         kind, shape = entry["dtype"], tuple(int(n) for n in entry["shape"])
         begin, end = (int(n) for n in entry["data_offsets"])
@@ -109,7 +110,7 @@ def _entry(path: Path, name: str, entry: dict, start: int, size: int) -> Stored:
     stored = Stored(shape, DTYPES[kind][0], path, start + begin)
     if begin < 0 or end - begin != stored.nbytes:
         raise CheckpointError(f"{path.name} has a damaged entry for {name}")
-    if start + end > size:
+    if size is not None and start + end > size:
         raise CheckpointError(
             f"{path.name} is truncated: {name} ends at byte {start + end} of {size}; "
             "download it again"

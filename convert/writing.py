@@ -10,7 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from .background import Background
+from .background import WAITING_BYTES, Background
 from .tensor_files import DTYPE_NAMES, Spec
 
 BLOCK = 16_000_000
@@ -24,12 +24,13 @@ def write_file(
     tensors: dict[str, Spec],
     arrays: Iterable[tuple[str, mx.array]],
     metadata: dict[str, str] | None = None,
+    waiting: int = WAITING_BYTES,
 ) -> str:
     """Write a file: the header from `tensors`, then each array as it comes, and sync it.
 
     `arrays` yields every tensor of `tensors`, in that order. Writing and hashing run in threads of
-    their own. `metadata` is the file's own, texts by name. Returns the SHA-256 of the file. The
-    caller gives a temporary name and renames.
+    their own, at most `waiting` bytes (or one tensor) behind. `metadata` is the file's own, texts
+    by name. Returns the SHA-256 of the file. The caller gives a temporary name and renames.
     """
     digest = hashlib.sha256()
     with path.open("wb", buffering=0) as file:
@@ -45,7 +46,7 @@ def write_file(
                     os.fsync(file.fileno())
                     unsynced = 0
 
-        with Background(write) as writer, Background(digest.update) as hasher:
+        with Background(write, waiting) as writer, Background(digest.update, waiting) as hasher:
             for block in _blocks(tensors, arrays, metadata or {"format": "mlx"}):
                 hasher.add(block)
                 writer.add(block)

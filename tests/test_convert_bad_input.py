@@ -12,7 +12,7 @@ import pytest
 from helpers.checkpoints import edit_json, write_json
 from helpers.tiny_checkpoint import weights, write_checkpoint
 
-from mlx_kda.convert import convert, inspect, tensor_files, writing
+from mlx_kda.convert import convert, inspect, reader, writing
 from mlx_kda.errors import UserError
 
 FIRST, SECOND = (f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
@@ -190,14 +190,14 @@ def test_a_tensor_stored_twice_is_named(source, tmp_path):
 
 def test_a_shard_that_ends_while_it_is_read(source, tmp_path, monkeypatch):
     """The file shrinks after its header was checked, as on a failing network drive."""
-    real = tensor_files.read_tensor
+    real = reader.read_bytes
 
     def shrink(stored):
         if stored.file.name == SECOND:
             os.truncate(stored.file, stored.offset + stored.nbytes // 2)
         return real(stored)
 
-    monkeypatch.setattr("mlx_kda.convert.source.read_tensor", shrink)
+    monkeypatch.setattr(reader, "read_bytes", shrink)
     with pytest.raises(UserError, match=rf"{SECOND} is truncated"):
         convert(source, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
@@ -266,10 +266,29 @@ def failing_write(monkeypatch, after: int, error: BaseException) -> None:
     monkeypatch.setattr(writing, "array_bytes", fail)
 
 
+def kept(source: Path, out: Path, error: type[BaseException], **wish) -> str:
+    """Converting fails; nothing has the final name, the source is as it was, the rest is told."""
+    before, said = snapshot(source), []
+    with pytest.raises(error) as caught:
+        convert(source, out, shard_bytes=100_000, say=said.append, **wish)
+    assert snapshot(source) == before
+    assert not out.exists()
+    partial = out.with_name("out.partial")
+    left = sorted(path.name for path in partial.glob("*")) if partial.exists() else []
+    assert not [name for name in left if name.endswith(".tmp") or name == "config.json"]
+    done = [name for name in left if name.endswith(".done.json")]
+    assert len([name for name in left if name.startswith("model-")]) == len(done)
+    assert partial.exists() == bool(done)
+    assert ["--resume" in line for line in said] == [True] * bool(done)
+    return str(caught.value)
+
+
 @pytest.mark.parametrize("after", [0, 5, 60])
-def test_a_full_disk_leaves_nothing(source, tmp_path, monkeypatch, after):
+def test_a_full_disk_keeps_what_is_finished(source, tmp_path, monkeypatch, after):
     failing_write(monkeypatch, after, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-    refused(source, tmp_path / "out", "disk is full", shard_bytes=100_000)
+    message = kept(source, tmp_path / "out", UserError)
+    assert "disk is full" in message and "\n" not in message
+    assert (tmp_path / "out.partial").exists() == (after > 0)
 
 
 def test_other_faults_of_the_disk_are_told(source, tmp_path, monkeypatch):
@@ -299,14 +318,11 @@ def test_a_folder_that_cannot_be_written(source, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("after", [0, 5, 60])
-def test_an_interrupt_leaves_nothing(source, tmp_path, monkeypatch, after):
-    """Ctrl-C at the beginning, in the first file, in a later one."""
+def test_an_interrupt_keeps_what_is_finished(source, tmp_path, monkeypatch, after):
+    """Ctrl-C at the beginning, in an early file, in a later one."""
     failing_write(monkeypatch, after, KeyboardInterrupt())
-    before = snapshot(tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        convert(source, tmp_path / "out", shard_bytes=100_000)
-    assert snapshot(tmp_path) == before
-    assert not (tmp_path / "out").exists()
+    kept(source, tmp_path / "out", KeyboardInterrupt)
+    assert (tmp_path / "out.partial").exists() == (after > 0)
 
 
 def test_while_it_is_written_nothing_looks_whole(source, tmp_path):

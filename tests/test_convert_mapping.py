@@ -333,8 +333,11 @@ def test_converting_what_was_converted_changes_nothing(tmp_path):
     once, twice = read_all(tmp_path / "once"), read_all(tmp_path / "twice")
     assert once.keys() == twice.keys()
     assert all(same_bits(once[name], twice[name]) for name in once)
-    for name in ("config.json", "model.safetensors.index.json"):
-        assert (tmp_path / "once" / name).read_text() == (tmp_path / "twice" / name).read_text()
+    index = "model.safetensors.index.json"
+    assert (tmp_path / "once" / index).read_text() == (tmp_path / "twice" / index).read_text()
+    configs = [json.loads((tmp_path / n / "config.json").read_text()) for n in ("once", "twice")]
+    assert [config.pop("mlx_kda")["source"] for config in configs] == [GOLDENS[0].name, "once"]
+    assert configs[0] == configs[1]
 
 
 def test_moe_layers_that_no_rule_names_are_kept_and_warned_of(tmp_path):

@@ -60,11 +60,13 @@ def test_the_report_is_true(source, tmp_path):
     written = json.loads((out / "conversion.json").read_text())
     assert written["written_by"] == "mlx-kda"
     assert report.source == str(source)
-    facts = {key: value for key, value in asdict(report).items() if key not in ("out", "source")}
+    own = ("out", "source", "seconds")
+    facts = {key: value for key, value in asdict(report).items() if key not in own}
     assert {key: written[key] for key in facts} == facts
     # the file may be published: it names no path of this machine
     assert written["source"] == source.name
-    assert str(source.parent) not in (out / "conversion.json").read_text()
+    for name in ("conversion.json", "conversion.txt", "README.md", "config.json"):
+        assert str(source.parent) not in (out / name).read_text()
     assert report.as_dict()["bits_per_weight"] == written["bits_per_weight"]
     given, result = read_all(source), read_all(out)
     assert report.tensors_in == len(given)
@@ -90,9 +92,11 @@ def test_the_written_folder_has_what_a_model_needs(source, tmp_path):
     convert(source, out)
     assert {path.name for path in out.iterdir()} == {
         "LICENSE",
+        "README.md",
         "chat_template.jinja",
         "config.json",
         "conversion.json",
+        "conversion.txt",
         "generation_config.json",
         "model.safetensors",
         "model.safetensors.index.json",

@@ -1,7 +1,12 @@
-"""Convert a Hugging Face checkpoint, a local folder or a hub id, to a folder that MLX runs."""
+"""Convert a Hugging Face checkpoint, a local folder or a hub id, to a folder that MLX runs.
+
+Weights are streamed: memory holds a layer at a time, whatever the size. A conversion that was
+killed goes on with --resume.
+"""
 
 import argparse
 import json
+import re
 
 from mlx_kda.cli import common
 from mlx_kda.errors import UserError
@@ -9,54 +14,111 @@ from mlx_kda.errors import UserError
 SUMMARY = "convert a Hugging Face checkpoint to MLX"
 EXAMPLE = (
     "mlx-kda convert path/to/Kimi-Linear-48B-A3B-Instruct kimi-4bit --q-bits 4\n"
-    "  mlx-kda convert path/to/checkpoint out --dtype float32"
+    "  mlx-kda convert path/to/Kimi-Linear-48B-A3B-Instruct kimi-4bit --q-bits 4 --resume\n"
+    "  mlx-kda convert owner/model out --target-bpw 4.5 --plan\n"
+    "  mlx-kda convert path/to/checkpoint out --q-rule 'mlp.switch_mlp.*=4,64' "
+    "--q-rule 'self_attn.o_proj=8,64'"
 )
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="folder or hub id of the checkpoint")
     parser.add_argument("out", metavar="OUT", help="folder to write; it must not exist")
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub id")
+    parser.add_argument("--plan", action="store_true", help="say what it takes, convert nothing")
+    parser.add_argument("--resume", action="store_true", help="go on with an unfinished conversion")
     parser.add_argument(
+        "--overwrite", action="store_true", help="replace OUT, and an unfinished conversion to it"
+    )
+    parser.add_argument(
+        "--shard-size", type=byte_size, default=5 * 10**9, metavar="SIZE", help="default: 5G"
+    )
+    parser.add_argument("--upload-repo", metavar="OWNER/NAME", help="then upload OUT to the hub")
+    parser.add_argument("--json", action="store_true", help="the report as one JSON object")
+
+    recipe = parser.add_argument_group("recipe")
+    recipe.add_argument(
         "--dtype",
-        choices=("float32", "float16", "bfloat16"),
+        choices=("float32", "float16", "bfloat16", "fp32", "fp16", "bf16"),
         help="of the weights (default: the checkpoint's); gates and router bias stay float32",
     )
-    parser.add_argument(
+    recipe.add_argument(
         "--q-bits", type=int, choices=(2, 3, 4, 5, 6, 8), metavar="N", help="quantise to N bits"
     )
-    parser.add_argument(
+    recipe.add_argument(
         "--q-group-size",
         type=int,
         choices=(16, 32, 64, 128),
         metavar="N",
         help="weights that share a scale (default: the mode's own)",
     )
-    parser.add_argument(
+    recipe.add_argument(
         "--q-mode",
         choices=("affine", "mxfp4", "mxfp8", "nvfp4"),
         default="affine",
         help="default: affine",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
-    parser.add_argument("--json", action="store_true", help="the report as one JSON object")
+    recipe.add_argument(
+        "--q-rule",
+        action="append",
+        default=[],
+        metavar="PATTERN=HOW",
+        help="for weights whose path ends like PATTERN (with *): BITS,GROUP[,MODE] or keep; "
+        "may be repeated, a later one goes before an earlier one",
+    )
+    recipe.add_argument(
+        "--target-bpw",
+        type=float,
+        metavar="X",
+        help="X stored bits a weight in all, more where the measured error is largest",
+    )
+    recipe.add_argument(
+        "--dequantize", action="store_true", help="unpack a source that is quantised"
+    )
+
+
+def byte_size(text: str) -> int:
+    """An argparse type: bytes, with K, M or G."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)b?", text.strip().lower())
+    size = int(float(found[1]) * UNITS[found[2]]) if found else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size like 500M or 5G")
+    return size
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.q_bits is None and (args.q_group_size is not None or args.q_mode != "affine"):
-        raise UserError("--q-group-size and --q-mode need --q-bits: add it, for example --q-bits 4")
+    chosen = args.q_bits is not None or args.target_bpw is not None
+    if args.q_mode != "affine" and args.q_bits is None:
+        raise UserError("--q-mode needs --q-bits: add it, for example --q-bits 4")
+    if args.q_group_size is not None and not chosen:
+        raise UserError("--q-group-size needs --q-bits: add it, for example --q-bits 4")
+    wish = {
+        "dtype": args.dtype,
+        "q_bits": args.q_bits,
+        "q_group_size": args.q_group_size,
+        "q_mode": args.q_mode,
+        "q_rules": args.q_rule,
+        "target_bpw": args.target_bpw,
+        "dequantize": args.dequantize,
+    }
+    return _plan(args, wish) if args.plan else _convert(args, wish)
 
-    from mlx_kda.convert import convert
 
-    with common.progress("writing", unit="MB") as bar:
+def _convert(args: argparse.Namespace, wish: dict) -> int:
+    from mlx_kda.convert import convert, hub
+
+    with common.progress("converting", unit="MB") as bar:
         report = convert(
             args.source,
             args.out,
-            dtype=args.dtype,
-            q_bits=args.q_bits,
-            q_group_size=args.q_group_size,
-            q_mode=args.q_mode,
+            **wish,
+            revision=args.revision,
+            resume=args.resume,
             overwrite=args.overwrite,
+            shard_bytes=args.shard_size,
             progress=lambda done, total, name: bar(done / 1e6, total / 1e6),
+            say=common.note,
         )
     for warning in report.warnings:
         common.note(f"warning: {warning}")
@@ -64,4 +126,21 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(report.as_dict(), ensure_ascii=False))
     else:
         print("\n".join(report.lines()))
+    if args.upload_repo:
+        with common.status(f"uploading to {args.upload_repo}"):
+            address = hub.upload(args.out, args.upload_repo)
+        common.note(f"uploaded to {address}")
+    return 0
+
+
+def _plan(args: argparse.Namespace, wish: dict) -> int:
+    from mlx_kda.convert import plan
+
+    found = plan(args.source, args.out, **wish, revision=args.revision, shard_bytes=args.shard_size)
+    if args.json:
+        print(json.dumps(found.as_dict(), ensure_ascii=False))
+    else:
+        print("\n".join(found.lines()))
+    if found.problems:
+        raise UserError("; ".join(found.problems))
     return 0

@@ -192,7 +192,7 @@ class Model(nn.Module):
     @property
     def quant_predicate(self) -> Callable[[str, nn.Module], bool | dict]:
         """What mlx-lm's quantiser may touch: the default recipe of this package."""
-        from ..convert.quantise import GATE_PATH, ROUTER, ROUTER_PACKING
+        from ..convert.recipe import GATE_PATH, ROUTER, ROUTER_PACKING
 
         def rule(path: str, _: nn.Module) -> bool | dict:
             if ROUTER.search(path):

@@ -1,0 +1,176 @@
+"""Spending a byte budget: each weight's error at each width is measured, and bytes go to the worst.
+
+The error of a weight is ``|W - Q(W)|^2 / |W|^2``: the noise that it adds to its output, beside the
+output, for inputs without preference. All weights begin at the fewest bits. Then, again and again,
+the next step up goes to the weight whose error falls most for each byte it costs, until no step
+fits the budget.
+"""
+
+import heapq
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from mlx_kda.errors import UserError
+
+from .journal import Journal
+from .layout import Layout
+from .quantise import cast, finish_step, is_cast
+from .reader import Reader
+from .recipe import MODES, Packing
+from .steps import Step
+from .tensor_files import Spec
+
+SLICE = 1 << 24  # elements measured at a time
+Point = tuple[int, float, Packing | None]  # bytes, error, packing
+Progress = Callable[[int, int, str], None]
+
+
+def spend(layout: Layout, journal: Journal, progress: Progress | None) -> None:
+    """Choose the packing of every free weight for `target_bpw`, and finish the layout.
+
+    Raises UserError where even the fewest bits pass the budget.
+    """
+    recipe = layout.recipe
+    errors = measure(layout, journal, progress)
+    specs = _free(layout)
+    recipe.chosen = {}
+    points = {path: _points(layout, path, specs[path], errors[path]) for path in specs}
+    fixed = fixed_bytes(layout, specs)
+    budget = int(recipe.target_bpw * layout.mapping.parameters / 8) - fixed
+    recipe.chosen = allot(points, budget, fixed, layout.mapping.parameters)
+    layout.finish()
+
+
+def fixed_bytes(layout: Layout, free: dict[str, Spec]) -> int:
+    """Bytes of all that no budget changes: norms, gates, the router, what rules are for."""
+    layout.recipe.chosen = dict.fromkeys(free)
+    total = sum(
+        spec.nbytes
+        for step in layout.mapping.steps
+        for spec in finish_step(step, layout.dtype, layout.recipe).outputs.values()
+    )
+    return total - sum(spec.size * layout.dtype.size for spec in free.values())
+
+
+def _free(layout: Layout) -> dict[str, Spec]:
+    """Path -> spec of the weights whose bits may be chosen and that some group size fits."""
+    return {
+        name.removesuffix(".weight"): Spec(spec.shape, layout.dtype)
+        for name, spec in layout.mapping.outputs.items()
+        if layout.recipe.is_free(name, spec) and _candidates(layout, spec)
+    }
+
+
+def _candidates(layout: Layout, spec: Spec) -> list[Packing]:
+    """The packings to try for a weight: all affine bits, in the recipe's groups or in smaller."""
+    bits, _, groups, _ = MODES["affine"]
+    wanted = layout.recipe.default.group_size
+    sizes = [size for size in reversed(groups) if size <= wanted and spec.shape[-1] % size == 0]
+    tried = [Packing(b, sizes[0]) for b in bits] if sizes else []
+    return [packing for packing in tried if packing.fits(spec.shape[-1])]
+
+
+def measure(
+    layout: Layout, journal: Journal, progress: Progress | None
+) -> dict[str, dict[str, float]]:
+    """Path -> bits -> error, each weight read once; what the journal holds is not measured anew."""
+    free = _free(layout)
+    found = {path: e for path, e in journal.measured().items() if path in free}
+    steps = [
+        step
+        for step in layout.mapping.steps
+        if any(_path(name) in free and _path(name) not in found for name in step.outputs)
+    ]
+    total, done = sum(spec.nbytes for spec in free.values()), 0
+    done += sum(free[path].nbytes for path in found)
+    with Reader(layout.source, layout.view.stored(steps)) as reader:
+        read = layout.view.reading(reader)
+        for step in steps:
+            for name, errors in _measure_step(layout, step, free, read):
+                found[name] = errors
+                journal.measure(name, errors)
+                done += free[name].nbytes
+                if progress:
+                    progress(done, total, f"measuring {name}")
+            mx.clear_cache()
+    return found
+
+
+def _measure_step(layout: Layout, step: Step, free: dict[str, Spec], read: Callable):
+    for name, array in step.run(read).items():
+        if (path := _path(name)) in free:
+            array = cast(name, array, layout.dtype) if is_cast(name, free[path]) else array
+            packings = _candidates(layout, free[path])
+            yield path, {str(p.bits): error_of(array, p) for p in packings}
+
+
+def _path(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def error_of(array: mx.array, packing: Packing) -> float:
+    """``|W - Q(W)|^2 / |W|^2`` of a weight, a few rows at a time."""
+    flat = array.reshape(-1, array.shape[-1])
+    rows = max(1, SLICE // flat.shape[1])
+    wrong = total = 0.0
+    how = packing.as_config()
+    for start in range(0, flat.shape[0], rows):
+        part = flat[start : start + rows]
+        back = mx.dequantize(*mx.quantize(part, **how), **how).astype(mx.float32)
+        part = part.astype(mx.float32)
+        sums = mx.stack([(part - back).square().sum(), part.square().sum()])
+        mx.eval(sums)
+        wrong, total = wrong + sums[0].item(), total + sums[1].item()
+    return wrong / total if total else 0.0
+
+
+def _points(layout: Layout, path: str, spec: Spec, errors: dict[str, float]) -> list[Point]:
+    """What each width of a weight costs and leaves, on the lower convex hull, fewest bytes first.
+
+    The hull is what steps taken one by one can reach; the last point is the weight as it is.
+    """
+    points: list[Point] = []
+    for packing in _candidates(layout, spec):
+        nbytes = sum(s.nbytes for s in packing.outputs(path, spec).values())
+        points.append((nbytes, errors[str(packing.bits)], packing))
+    points.append((spec.nbytes, 0.0, None))
+    hull: list[Point] = []
+    for point in sorted(points, key=lambda p: p[:2]):
+        if hull and point[1] >= hull[-1][1]:
+            continue
+        while len(hull) > 1 and _gain(hull[-2], hull[-1]) <= _gain(hull[-2], point):
+            hull.pop()
+        hull.append(point)
+    return hull
+
+
+def _gain(a: Point, b: Point) -> float:
+    """Error that a byte takes away between two points."""
+    return (a[1] - b[1]) / (b[0] - a[0])
+
+
+def allot(
+    points: dict[str, list[Point]], budget: int, fixed: int, parameters: int
+) -> dict[str, Packing | None]:
+    """The packing of each weight within a budget of bytes."""
+    at = dict.fromkeys(points, 0)
+    budget -= sum(hull[0][0] for hull in points.values())
+    if budget < 0:
+        least = (sum(hull[0][0] for hull in points.values()) + fixed) * 8 / parameters
+        raise UserError(
+            f"--target-bpw is below what the fewest bits take; the least is {least:.3f}"
+        )
+    steps = [(-_gain(h[0], h[1]), path) for path, h in points.items() if len(h) > 1]
+    heapq.heapify(steps)
+    while steps:
+        _, path = heapq.heappop(steps)
+        hull, place = points[path], at[path]
+        cost = hull[place + 1][0] - hull[place][0]
+        if cost > budget:
+            continue  # a smaller weight may still have a step that fits
+        budget -= cost
+        at[path] = place + 1
+        if place + 2 < len(hull):
+            heapq.heappush(steps, (-_gain(hull[place + 1], hull[place + 2]), path))
+    return {path: points[path][place][2] for path, place in at.items()}

@@ -1,0 +1,124 @@
+"""What an unfinished conversion has behind it, written down beside its files so that it can go on.
+
+.resume.json             what is converted, from what, by which recipe
+.NAME.done.json          for each finished weight file: bytes, SHA-256, digests of its sources
+.measured.jsonl          errors measured for a byte budget, a line a weight
+"""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mlx_kda.errors import UserError
+from mlx_kda.files import write_text
+
+BEGUN, MEASURED = ".resume.json", ".measured.jsonl"
+BLOCK = 16_000_000
+
+
+class Journal:
+    """The records of one partial folder."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.files: dict[str, dict[str, Any]] = {}  # finished weight files
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the folder holds work that is worth going on with."""
+        done = any(self.folder.glob(".*.done.json")) or (self.folder / MEASURED).is_file()
+        return done and self._read(BEGUN) is not None
+
+    def begin(self, identity: dict[str, Any]) -> None:
+        """Write down what is converted."""
+        write_text(self.folder / BEGUN, json.dumps(identity, indent=1))
+
+    def check(self, identity: dict[str, Any]) -> None:
+        """Refuse to go on with another source, recipe, shard size or version."""
+        begun = self._read(BEGUN) or {}
+        for key, value in identity.items():
+            if begun.get(key) != value:
+                shown = f": {begun.get(key)}, now {value}" if not isinstance(value, dict) else ""
+                raise UserError(
+                    f"{self.folder} was begun with another {key.replace('_', ' ')}{shown}; repeat "
+                    "that command, or pass --overwrite to begin anew"
+                )
+
+    def take(self, names: list[str], checked: Callable[[str], None]) -> list[str]:
+        """Take over the finished files whose checksum is right; the names of those that are not.
+
+        `checked` hears each name before the file is read.
+        """
+        damaged = []
+        for name in names:
+            record = self._read(_done(name))
+            if record is None:
+                continue
+            checked(name)
+            if file_hash(self.folder / name) == record.get("sha256"):
+                self.files[name] = record
+            else:
+                damaged.append(name)
+                (self.folder / _done(name)).unlink()
+        return damaged
+
+    def record(self, name: str, facts: dict[str, Any]) -> None:
+        """Note a finished weight file."""
+        self.files[name] = facts
+        write_text(self.folder / _done(name), json.dumps(facts))
+
+    def measured(self) -> dict[str, Any]:
+        """What was measured so far, by path; a line cut short is passed over."""
+        found = {}
+        with contextlib.suppress(OSError):
+            for line in (self.folder / MEASURED).read_text().splitlines():
+                with contextlib.suppress(ValueError, TypeError):
+                    path, errors = json.loads(line)
+                    found[path] = errors
+        return found
+
+    def measure(self, path: str, errors: Any) -> None:
+        """Note what was measured for one weight."""
+        with (self.folder / MEASURED).open("a") as file:
+            file.write(json.dumps([path, errors]) + "\n")
+
+    def clear(self, keep: set[str]) -> None:
+        """Remove all files but those to keep, the finished ones and the records."""
+        for path in self.folder.iterdir():
+            ours = path.name in (BEGUN, MEASURED) or path.name.endswith(".done.json")
+            if not ours and path.name not in keep and path.name not in self.files:
+                path.unlink()
+
+    def remove(self) -> None:
+        """Remove the records, the one that says what was begun at the very end."""
+        for path in self.folder.glob(".*.done.json"):
+            path.unlink()
+        for name in (MEASURED, BEGUN):
+            (self.folder / name).unlink(missing_ok=True)
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        try:
+            content = json.loads((self.folder / name).read_text())
+        except (OSError, ValueError):
+            return None
+        return content if isinstance(content, dict) else None
+
+
+def _done(name: str) -> str:
+    return f".{name}.done.json"
+
+
+def file_hash(path: Path, heard: Callable[[int], None] = lambda count: None) -> str | None:
+    """SHA-256 of a file, None if it cannot be read; `heard` hears the bytes as they pass."""
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb", buffering=0) as file:
+            while block := file.read(BLOCK):
+                digest.update(block)
+                heard(len(block))
+    except OSError:
+        return None
+    return digest.hexdigest()

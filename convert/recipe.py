@@ -1,0 +1,247 @@
+"""Which weights are stored in few bits, and how: the recipe of a conversion.
+
+Default recipe: every matrix is quantised but those that steer the gates and the convolutions.
+They are about 1 % of the bytes and do most of the damage, because their errors are multiplied
+along the sequence. The router has 8 affine bits, or more of them. A rule that the user gives for
+a weight goes before all that.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import mlx.core as mx
+
+from mlx_kda.errors import UserError
+
+from .builder import FLOATS
+from .tensor_files import Spec
+
+# mode -> (bits allowed, default bits, group sizes allowed, default group size)
+MODES = {
+    "affine": ((2, 3, 4, 5, 6, 8), 4, (32, 64, 128), 64),
+    "mxfp4": ((4,), 4, (32,), 32),
+    "mxfp8": ((8,), 8, (32,), 32),
+    "nvfp4": ((4,), 4, (16,), 16),
+}
+GATE_PATH = re.compile(r"\.self_attn\.(b_proj|f_a_proj|f_b_proj|g_a_proj|g_b_proj)$")
+ROUTER = re.compile(r"\.mlp\.gate$")
+CONVOLUTION = re.compile(r"_conv\.conv$")
+KEEP = "keep"
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How one weight is quantised, in the words of mlx-lm's config."""
+
+    bits: int
+    group_size: int
+    mode: str = "affine"
+
+    @classmethod
+    def make(cls, bits: int | None, group_size: int | None, mode: str, asked: str) -> "Packing":
+        """A packing that MLX has, the mode's own numbers where none are given.
+
+        Raises UserError, naming what was `asked` for, where the mode does not have them.
+        """
+        if mode not in MODES:
+            raise UserError(f"{asked} {mode} is not known; choose from {', '.join(MODES)}")
+        all_bits, default_bits, all_groups, default_group = MODES[mode]
+        bits = default_bits if bits is None else bits
+        group_size = default_group if group_size is None else group_size
+        if bits not in all_bits:
+            raise UserError(f"{asked} {mode} has no {bits} bits; choose {_one_of(all_bits)}")
+        if group_size not in all_groups:
+            raise UserError(
+                f"{asked} {mode} has no group size {group_size}; choose {_one_of(all_groups)}"
+            )
+        return cls(bits, group_size, mode)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits a weight, with its share of scales and biases of 16 bits (or scales of 8)."""
+        return self.bits + (32 if self.mode == "affine" else 8) / self.group_size
+
+    def fits(self, width: int) -> bool:
+        """Whether rows of this width can be packed."""
+        return width % self.group_size == 0 and width * self.bits % 32 == 0
+
+    def as_config(self) -> dict:
+        """The entry of config.json."""
+        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+
+    def outputs(self, path: str, spec: Spec) -> dict[str, Spec]:
+        """The tensors that a plain weight of this spec becomes."""
+        *rows, width = spec.shape
+        scales = Spec((*rows, width // self.group_size), spec.dtype)
+        packed = {f"{path}.weight": Spec((*rows, width * self.bits // 32), mx.uint32)}
+        if self.mode == "affine":
+            return packed | {f"{path}.scales": scales, f"{path}.biases": scales}
+        return packed | {f"{path}.scales": Spec(scales.shape, mx.uint8)}
+
+
+ROUTER_PACKING = Packing(8, 64)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A packing, or None to keep the weight, for every path that a pattern matches.
+
+    The pattern is a path or its end, with `*`: "self_attn.o_proj", "model.layers.3.*".
+    """
+
+    text: str
+    pattern: str
+    packing: Packing | None
+
+    @classmethod
+    def parse(cls, text: str) -> "Rule":
+        """Read PATTERN=BITS,GROUP[,MODE] or PATTERN=keep; UserError if it is neither."""
+        pattern, found, how = text.rpartition("=")
+        parts = how.split(",")
+        if not found or not pattern or not how:
+            raise UserError(f"--q-rule {text}: write PATTERN=BITS,GROUP[,MODE] or PATTERN=keep")
+        if how == KEEP:
+            return cls(text, pattern, None)
+        mode = parts[2].strip() if len(parts) == 3 else "affine"
+        try:
+            bits, group = (int(part) for part in parts[:2])
+        except ValueError:
+            bits = group = None
+        if bits is None or len(parts) > 3:
+            raise UserError(f"--q-rule {text}: write PATTERN=BITS,GROUP[,MODE] or PATTERN=keep")
+        return cls(text, pattern, Packing.make(bits, group, mode, f"--q-rule {text}:"))
+
+    def matches(self, path: str) -> bool:
+        """Whether the rule is for this weight."""
+        return fnmatchcase(path, self.pattern) or fnmatchcase(path, f"*.{self.pattern}")
+
+
+@dataclass
+class Recipe:
+    """Chooses a packing for each weight and remembers what it kept, and why."""
+
+    default: Packing | None
+    rules: tuple[Rule, ...] = ()
+    target_bpw: float | None = None
+    # what a byte budget gave each weight; None keeps it
+    chosen: dict[str, Packing | None] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
+    packed: dict[str, Packing] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+
+    @classmethod
+    def make(
+        cls,
+        bits: int | None,
+        group_size: int | None,
+        mode: str,
+        rules: Sequence[str] = (),
+        target_bpw: float | None = None,
+    ) -> "Recipe | None":
+        """The recipe for `--q-bits`, `--q-group-size`, `--q-mode`, `--q-rule` and `--target-bpw`.
+
+        None if none was asked for. Raises UserError where a mode does not have the bits or the
+        group size, a rule cannot be read, or two wishes exclude each other.
+        """
+        parsed = tuple(Rule.parse(rule) for rule in rules)
+        default = Packing.make(bits, group_size, mode, "--q-mode")
+        if target_bpw is not None:
+            if bits is not None or mode != "affine":
+                raise UserError(
+                    "--target-bpw chooses the bits itself: leave out --q-bits, --q-mode"
+                )
+            if not 2 <= target_bpw <= 16:
+                raise UserError(f"--target-bpw must lie between 2 and 16, got {target_bpw:g}")
+        elif bits is None and group_size is None and mode == "affine":
+            if not parsed:
+                return None
+            default = None
+        return cls(default, parsed, target_bpw)
+
+    def choose(self, name: str, spec: Spec) -> Packing | None:
+        """The packing for one tensor, or None if it stays as it is."""
+        path, _, part = name.rpartition(".")
+        if part != "weight" or len(spec.shape) < 2 or spec.dtype not in FLOATS:
+            return None
+        if CONVOLUTION.search(path):
+            return self._keep(path, "convolution window")
+        width = spec.shape[-1]
+        if (rule := self._rule(path)) is not None:
+            if rule.packing is None:
+                return self._keep(path, "by a rule")
+            if not rule.packing.fits(width):
+                raise UserError(
+                    f"--q-rule {rule.text}: {path} is {width} wide, no multiple of "
+                    f"{rule.packing.group_size}"
+                )
+            return self._pack(path, rule.packing)
+        packing = self.default
+        if packing is None:  # rules alone: what they do not name stays
+            return None
+        if GATE_PATH.search(path):
+            return self._keep(path, "gate path")
+        if ROUTER.search(path) and (packing.bits < 8 or packing.mode != "affine"):
+            packing = ROUTER_PACKING
+        elif path in self.chosen and (packing := self.chosen[path]) is None:
+            return self._keep(path, "within the budget")
+        if not packing.fits(width):
+            return self._keep(path, f"width {width} is no multiple of group {packing.group_size}")
+        return self._pack(path, packing)
+
+    def is_free(self, name: str, spec: Spec) -> bool:
+        """Whether a byte budget may choose the bits of this tensor."""
+        path, _, part = name.rpartition(".")
+        plain = part == "weight" and len(spec.shape) >= 2 and spec.dtype in FLOATS
+        spared = any(p.search(path) for p in (GATE_PATH, ROUTER, CONVOLUTION))
+        return plain and not spared and self._rule(path) is None
+
+    def check_rules(self) -> None:
+        """Refuse a rule that no weight was packed or kept by: its pattern is mistyped."""
+        for rule in self.rules:
+            if rule.text not in self.used:
+                raise UserError(
+                    f"--q-rule {rule.text} is for no weight that can be quantised, or a later rule "
+                    "took them all; names are like model.layers.0.self_attn.o_proj"
+                )
+
+    def as_config(self) -> dict:
+        """The `quantization` entry of config.json: a default and the weights that differ."""
+        default = self.default
+        if default is None or self.chosen:
+            default = Counter(self.packed.values()).most_common(1)[0][0]
+        differ = {p: v.as_config() for p, v in self.packed.items() if v != default}
+        return default.as_config() | differ
+
+    def describe(self) -> dict:
+        """What was asked for, as JSON takes it."""
+        return {
+            "default": self.default.as_config() if self.default and not self.target_bpw else None,
+            "rules": [rule.text for rule in self.rules],
+            "target_bpw": self.target_bpw,
+            "group_size": self.default.group_size if self.default else None,
+        }
+
+    def _rule(self, path: str) -> Rule | None:
+        """The last rule that matches."""
+        return next((rule for rule in reversed(self.rules) if rule.matches(path)), None)
+
+    def _keep(self, path: str, reason: str) -> None:
+        self.kept[path] = reason
+        self._use(path)
+
+    def _pack(self, path: str, packing: Packing) -> Packing:
+        self.packed[path] = packing
+        self._use(path)
+        return packing
+
+    def _use(self, path: str) -> None:
+        rule = self._rule(path)
+        if rule is not None and not CONVOLUTION.search(path):
+            self.used.add(rule.text)
+
+
+def _one_of(values: tuple[int, ...]) -> str:
+    return " or ".join(map(str, values))
