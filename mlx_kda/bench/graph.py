@@ -62,8 +62,8 @@ def launches(outputs: Sequence[mx.array]) -> collections.Counter:
 def as_on_metal() -> Iterator[None]:
     """Build graphs as MLX does with Metal, on a machine without: to be counted, not evaluated.
 
-    MLX's CPU build spells norms, softmax and attention out as several primitives, and mlx-lm takes
-    its recurrence's loop. Here each is one node, as it is one kernel on an Apple GPU.
+    MLX's CPU build spells norms, softmax, attention and unpacking out as several primitives, and
+    mlx-lm takes its recurrence's loop. Here each is one node, as it is one kernel on an Apple GPU.
     """
     from mlx_lm.models import gated_delta
 
@@ -86,12 +86,18 @@ def as_on_metal() -> Iterator[None]:
         shape = a.shape[:-1] + ((1,) if keepdims else ())
         return _node([a], [shape], [a.dtype])[0]
 
+    def dequantize(w, scales, biases=None, group_size=64, bits=4, **_):
+        shape = (*w.shape[:-1], w.shape[-1] * 32 // bits)
+        arrays = [w, scales] + ([] if biases is None else [biases])
+        return _node(arrays, [shape], [scales.dtype if biases is not None else mx.bfloat16])[0]
+
     with contextlib.ExitStack() as stack:
         for owner, name, stand_in in (
             (mx.fast, "rms_norm", like(0)),
             (mx.fast, "scaled_dot_product_attention", attention),
             (mx, "softmax", like(0)),
             (mx, "logsumexp", logsumexp),
+            (mx, "dequantize", dequantize),
             (gated_delta, "gated_delta_kernel", like(2, 5)),
             (mx.fast, "metal_kernel", _kernel),
             (mx.metal, "is_available", lambda: True),

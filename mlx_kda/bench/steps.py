@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..layers import MoE
 from .graph import as_on_metal, launches
 
 # Layers, experts chosen, taps and groups as in the 48B; sizes that quantise and nothing more.
@@ -55,13 +56,21 @@ CONFIG = {
 def run(q_bits: int | None = 4) -> Iterator[dict[str, Any]]:
     """One row a candidate: launches of one greedy decode step, and the commonest primitives."""
     with as_on_metal():
-        for name, model in (("ours", _ours()), ("mlx-lm", _theirs())):
+        for name, model in (
+            ("ours", _ours()),
+            ("ours, maps one by one", _ours()),
+            ("ours, operations", _ours()),
+            ("mlx-lm", _theirs()),
+        ):
             model.set_dtype(mx.bfloat16)
             if q_bits:
                 nn.quantize(model, 64, q_bits, class_predicate=_predicate(model))
+            if name != "mlx-lm":
+                _as_loaded(model)
+                model.merge("one by one" not in name)
+                if "operations" not in name:
+                    model.use_runner("metal", "to be counted")
             mx.eval(model.parameters())
-            if name == "ours":
-                model.use_runner("metal", "to be counted")
             yield {"candidate": name, "q_bits": q_bits, **_count(model)}
 
 
@@ -75,6 +84,20 @@ def _theirs() -> nn.Module:
     from mlx_lm.models.kimi_linear import Model, ModelArgs
 
     return Model(ModelArgs.from_dict(CONFIG)).eval()
+
+
+def _as_loaded(model: nn.Module) -> None:
+    """Router and gate parameters in float32, as the loader leaves them."""
+    for layer in model.layers:
+        if layer.is_linear:
+            attn = layer.self_attn
+            attn.A_log, attn.dt_bias = (w.astype(mx.float32) for w in (attn.A_log, attn.dt_bias))
+        if isinstance(layer.mlp, MoE):
+            bias = layer.mlp.e_score_correction_bias
+            layer.mlp.e_score_correction_bias = bias.astype(mx.float32)
+            layer.mlp.gate.apply(
+                lambda w: w.astype(mx.float32) if mx.issubdtype(w.dtype, mx.floating) else w
+            )
 
 
 def _predicate(model: nn.Module):

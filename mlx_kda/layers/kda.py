@@ -10,6 +10,7 @@ from ..kernels import layer as kernels
 from ..kernels.arguments import GateLaw
 from ..ops import bounded_gate, kda, l2norm, softplus_gate
 from .conv import ShortConv
+from .merged import Bundle, apply
 from .norm import RMSNorm
 from .padding import Padding
 
@@ -83,6 +84,7 @@ class KimiDeltaAttention(nn.Module):
         self.dt_bias = mx.zeros((width,), dtype=mx.float32)
         self.o_norm = RMSNorm(head_dim, eps=norm_eps)
         self.o_proj = nn.Linear(width, hidden_size, bias=False)
+        self._bundle: Bundle | None = None
 
     def __call__(self, x: mx.array, cache: Any = None, padding: Padding | None = None) -> mx.array:
         """x [B, T, hidden] -> the same shape; ``cache`` holds the four arrays of Memory."""
@@ -96,17 +98,23 @@ class KimiDeltaAttention(nn.Module):
             cache.advance(x.shape[1])
         return self.o_proj(y)
 
+    def merge(self, on: bool = True) -> None:
+        """Apply the maps of x as few products, or one by one."""
+        self._bundle = Bundle(self._inputs()) if on else None
+
+    def _inputs(self) -> tuple[nn.Module, ...]:
+        return (
+            *(self.q_proj, self.k_proj, self.v_proj),
+            *(self.f_a_proj, self.g_a_proj, self.b_proj),
+        )
+
     def project(self, x: mx.array) -> Projections:
         heads = (*x.shape[:2], self.num_heads, self.head_dim)
+        q, k, v, f, g, b = apply(self._bundle, self._inputs(), x)
         # The casts do nothing unless a weight is wider than x: windows keep the dtype of x.
-        return Projections(
-            self.q_proj(x).astype(x.dtype),
-            self.k_proj(x).astype(x.dtype),
-            self.v_proj(x).astype(x.dtype),
-            self.f_b_proj(self.f_a_proj(x)).reshape(heads),
-            self.b_proj(x),
-            self.g_b_proj(self.g_a_proj(x)).reshape(heads),
-        )
+        q, k, v = (y.astype(x.dtype) for y in (q, k, v))
+        a, z = self.f_b_proj(f).reshape(heads), self.g_b_proj(g).reshape(heads)
+        return Projections(q, k, v, a, b, z)
 
     def mix(
         self, p: Projections, memory: Memory, padding: Padding | None = None

@@ -1,5 +1,6 @@
 """Multi-head latent attention without positions (NoPE), over a cache of latents."""
 
+import functools
 from typing import Any
 
 import mlx.core as mx
@@ -61,8 +62,8 @@ class MLA(nn.Module):
         ``cache``: None, mlx-lm's KVCache or the like, or one that says by ``absorb`` what is seen.
         """
         B, T, _ = x.shape
-        q = self.q_proj(x).reshape(B, T, self.num_heads, -1).transpose(0, 2, 1, 3)
-        q_nope, q_rope = q[..., : self.nope], q[..., self.nope :] * self.scale
+        q = (self.q_proj(x) * self.scale).reshape(B, T, self.num_heads, -1).transpose(0, 2, 1, 3)
+        q_nope, q_rope = q[..., : self.nope], q[..., self.nope :]
         kv = self.kv_a_proj_with_mqa(x).astype(x.dtype)
         latents = self.kv_a_layernorm(kv[..., : self.kv_lora_rank])[:, None]
         shared = kv[..., self.kv_lora_rank :][:, None]
@@ -93,8 +94,8 @@ class MLA(nn.Module):
         return T == 1 or absorbed <= expanded
 
     def _absorbed(self, q_nope: mx.array, q_rope: mx.array, seen: Seen) -> mx.array:
-        """Queries [B, H, T, .] over the latents themselves -> [B, H, T, v]."""
-        q = self.embed_q(q_nope) * self.scale
+        """Scaled queries [B, H, T, .] over the latents themselves -> [B, H, T, v]."""
+        q = self.embed_q(q_nope)
         B, H, T, R = q.shape
         S, out = seen.length, []
         for rows in _slices(T, WORKSPACE // (B * H * S * q.dtype.size)):
@@ -110,12 +111,12 @@ class MLA(nn.Module):
             scores = _join(scores, axis=-1).reshape(B, H, t, S)
             scores = _hide(scores, seen.mask, rows, slice(0, S))
             weights = mx.softmax(scores, axis=-1, precise=True).reshape(B, 1, H * t, S)
-            mixed, start = 0, 0
+            mixed, start = [], 0
             for part in seen.parts:
                 stop = start + part.length
-                mixed = mixed + part.packing[0].mix(weights[..., start:stop], part.latents)
+                mixed.append(part.packing[0].mix(weights[..., start:stop], part.latents))
                 start = stop
-            out.append(mixed.reshape(B, H, t, R))
+            out.append(functools.reduce(mx.add, mixed).reshape(B, H, t, R))
         return self.unembed_out(_join(out, axis=2))
 
     def _expanded(self, q_nope: mx.array, q_rope: mx.array, seen: Seen) -> mx.array:
@@ -138,7 +139,7 @@ class MLA(nn.Module):
                         q_nope[:, heads, rows],
                         k[:, :, :upto],
                         v[:, :, :upto],
-                        scale=self.scale,
+                        scale=1.0,
                         mask=_hide(bias, seen.mask, rows, slice(0, upto)),
                     )
                 )
@@ -148,7 +149,6 @@ class MLA(nn.Module):
     def _streamed(self, q_nope: mx.array, q_rope: mx.array, seen: Seen) -> mx.array:
         """The same over packed latents, a block of rows unpacked and expanded at a time."""
         B, H, T, _ = q_nope.shape
-        q_nope = q_nope * self.scale
         out = []
         for heads in _slices(H, WORKSPACE // (B * T * UNPACKED * 4)):
             attention = RunningSoftmax()

@@ -4,6 +4,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
+from .merged import Bundle, apply
+
 
 class MLP(nn.Module):
     """``down(silu(gate(x)) * up(x))``, no biases."""
@@ -13,6 +15,16 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self._bundle: Bundle | None = None
 
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+    def merge(self, on: bool = True) -> None:
+        """Apply gate and up as one map, or one by one."""
+        self._bundle = Bundle(self._inputs()) if on else None
+
+    def _inputs(self) -> tuple[nn.Module, nn.Module]:
+        return self.gate_proj, self.up_proj
+
+    def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
+        """x [..., hidden] -> the same shape, added to ``residual`` if there is one."""
+        y = self.down_proj(swiglu(*apply(self._bundle, self._inputs(), x)))
+        return y if residual is None else residual + y.astype(residual.dtype)

@@ -1,26 +1,68 @@
 """Mixture of experts: routed SwiGLU experts, plus shared ones that see every token."""
 
+import math
+from functools import lru_cache, partial
+
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
+from ..kernels.route import moe_route
+from ..kernels.route import supported as route_supported
+from .merged import Bundle, MergedExperts, gather
 from .mlp import MLP
 from .router import route
 
+# mlx-lm's experts sort their tokens from this many choices on.
+_SORTED_FROM = 64
+
 
 class Experts(SwitchGLU):
-    """mlx-lm's routed experts, which also run where MLX has no 16-bit gather (the CPU)."""
+    """mlx-lm's routed experts; gate and up as one map for a few tokens, and 16 bit on the CPU.
+
+    MLX's CPU build gathers float32 matrices only: there 16-bit experts are computed in float32.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._bundle: Bundle | None = None
+
+    def merge(self, on: bool = True) -> None:
+        """Apply gate and up as one map, or one by one."""
+        self._bundle = Bundle(self._inputs()) if on else None
+
+    def _inputs(self) -> tuple[nn.Module, nn.Module]:
+        return self.gate_proj, self.up_proj
 
     def __call__(self, x: mx.array, chosen: mx.array) -> mx.array:
         """x [..., D], chosen experts [..., k] -> [..., k, D]."""
         if x.dtype == mx.float32 or mx.default_device() != mx.cpu:
+            if chosen.size < _SORTED_FROM and self._bundle is not None:
+                merged = self._bundle.whole(self._inputs())
+                if merged is not None:
+                    return self._few(merged, x, chosen)
             return super().__call__(x, chosen)
         rows = x[..., None, None, :]
         hidden = swiglu(
             _cpu_linear(self.gate_proj, rows, chosen), _cpu_linear(self.up_proj, rows, chosen)
         )
         return _cpu_linear(self.down_proj, hidden, chosen).squeeze(-2)
+
+    def _few(self, merged: MergedExperts, x: mx.array, chosen: mx.array) -> mx.array:
+        """A few tokens: two gathered products, and no launch that only counts rows."""
+        tokens = mx.broadcast_to(_rows((*x.shape[:-1], 1)), chosen.shape)
+        gate, up = merged(x[..., None, None, :], chosen, tokens)
+        hidden = swiglu(gate, up)
+        return gather(self.down_proj, hidden, chosen, _rows(chosen.shape)).squeeze(-2)
+
+
+@lru_cache(maxsize=256)
+def _rows(shape: tuple[int, ...]) -> mx.array:
+    """Row numbers 0, 1, ... in ``shape``: MLX would make them anew for every gathered product."""
+    rows = mx.arange(math.prod(shape), dtype=mx.uint32).reshape(shape)
+    mx.eval(rows)
+    return rows
 
 
 def _cpu_linear(layer: nn.Module, x: mx.array, chosen: mx.array) -> mx.array:
@@ -65,26 +107,53 @@ class MoE(nn.Module):
             MLP(hidden_size, intermediate_size * num_shared_experts) if num_shared_experts else None
         )
         self.sharding_group: mx.distributed.Group | None = None
+        self.runner = "ops"
+
+    def merge(self, on: bool = True) -> None:
+        """Apply gate and up of the experts as one map, or one by one."""
+        self.switch_mlp.merge(on)
+        if self.shared_experts is not None:
+            self.shared_experts.merge(on)
 
     def select(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        """Experts chosen and their float32 weights for x [..., hidden]."""
-        return route(
-            self.gate(x.astype(mx.float32)),
-            self.e_score_correction_bias,
-            top_k=self.top_k,
-            groups=self.groups,
-            kept_groups=self.kept_groups,
-            activation=self.activation,
-            renormalize=self.renormalize,
-            scale=self.scale,
-        )
+        """Experts chosen and their weights, of x's dtype or float32, for x [..., hidden]."""
+        logits = self.gate(x.astype(mx.float32))
+        options = {
+            "top_k": self.top_k,
+            "groups": self.groups,
+            "kept_groups": self.kept_groups,
+            "activation": self.activation,
+            "renormalize": self.renormalize,
+            "scale": self.scale,
+        }
+        bias = self.e_score_correction_bias
+        if self._by_kernel():
+            return moe_route(logits, bias, **options, dtype=x.dtype, runner=self.runner)
+        return route(logits, bias, **options)
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def _by_kernel(self) -> bool:
+        if self.runner == "ops" or self.training:
+            return False
+        return route_supported(self.e_score_correction_bias.size, self.top_k, self.groups)[0]
+
+    def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
+        """x [..., hidden] -> the same shape, added to ``residual`` if there is one."""
         chosen, weights = self.select(x)
         each = self.switch_mlp(x, chosen)
         y = (weights[..., None, :].astype(each.dtype) @ each).squeeze(-2)
+        parts = [] if residual is None else [residual]
         if self.shared_experts is not None:
-            y = y + self.shared_experts(x)
+            shared = self.shared_experts(x)
+            if self.sharding_group is None:
+                parts.append(shared)
+            else:
+                y = y + shared
         if self.sharding_group is not None:
             y = mx.distributed.all_sum(y, group=self.sharding_group)
-        return y
+        return _sum3(*parts, y) if len(parts) == 2 else sum(parts, y)
+
+
+@partial(mx.compile, shapeless=True)
+def _sum3(residual: mx.array, shared: mx.array, routed: mx.array) -> mx.array:
+    """One launch for both sums, of the residual's dtype."""
+    return residual + (routed + shared).astype(residual.dtype)

@@ -44,7 +44,7 @@ class DecoderLayer(nn.Module):
         y = self.self_attn(self.input_layernorm(x), *past)
         # The casts do nothing unless some parameter is wider than the activations.
         h = x + y.astype(x.dtype)
-        return h + self.mlp(self.post_attention_layernorm(h)).astype(x.dtype)
+        return self.mlp(self.post_attention_layernorm(h), residual=h)
 
 
 class KimiLinearModel(nn.Module):
@@ -158,8 +158,21 @@ class Model(nn.Module):
     def use_runner(self, name: str, reason: str) -> None:
         """Run the KDA layers by ``name`` and remember why."""
         self._runner, self._runner_reason = name, reason
-        for layer in self.kda_layers:
-            layer.runner = name
+        for layer in self.layers:
+            for block in (layer.self_attn, layer.mlp):
+                if isinstance(block, (KimiDeltaAttention, MoE)):
+                    block.runner = name
+
+    def merge(self, on: bool = True) -> None:
+        """Apply maps of one input (q, k, v, ...; gate and up) as one product in short steps.
+
+        The weights are the same arrays either way, and so are the results but for the order of
+        sums. Maps that are replaced later, by adapters say, are applied one by one again.
+        """
+        for layer in self.layers:
+            for block in (layer.self_attn, layer.mlp):
+                if isinstance(block, (KimiDeltaAttention, MLP, MoE)):
+                    block.merge(on)
 
     @property
     def kda_layers(self) -> list[KimiDeltaAttention]:

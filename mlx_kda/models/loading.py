@@ -55,6 +55,7 @@ def _build(source: "Source", runner: str) -> nn.Module:
     for layer in model.layers:
         mx.eval(layer.parameters())
     mx.eval(model.parameters())
+    model.merge()
     model.eval()
     ensure(model, model.model.norm.weight.dtype)
     return model

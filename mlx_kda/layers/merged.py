@@ -1,0 +1,156 @@
+"""Linear maps of one input as one matrix product: fewer launches a decode step.
+
+A merged map owns the weights and the maps it was made of become views of them, so nothing is held
+twice and the files' names stay. Each step asks whether the maps are still those: an adapter put in
+their place, or new weights, and the maps are applied one by one again.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+# Arrays of a map that have a row (or an expert's row) for each output.
+_ROWS = ("weight", "scales", "biases")
+# Up to this many tokens a step is bound by launches; a longer one by the strided outputs.
+FEW = 8
+
+
+class Merged:
+    """Several linear maps, or expert maps, of one input and one packing, as one map."""
+
+    def __init__(self, layers: Sequence[nn.Module], axis: int):
+        self.axis = axis
+        self.layers = list(layers)
+        self.sizes = [layer.weight.shape[axis] for layer in layers]
+        self.ends = [sum(self.sizes[: i + 1]) for i in range(len(layers) - 1)]
+        self.whole = {}
+        for name in _ROWS:
+            if name in layers[0]:
+                parts = [layer[name] for layer in layers]
+                whole = mx.concatenate(parts, axis=axis)
+                views = mx.split(whole, self.ends, axis=axis)
+                mx.eval(whole, views)
+                self.whole[name] = whole
+                for layer, view in zip(layers, views, strict=True):
+                    layer[name] = view
+        self.weights = [layer.weight for layer in layers]
+
+    def holds(self, layers: Sequence[nn.Module]) -> bool:
+        """Whether the maps this was made of are among ``layers``, their weights unchanged."""
+        there = {id(layer) for layer in layers}
+        return all(
+            id(layer) in there and layer.weight is weight
+            for layer, weight in zip(self.layers, self.weights, strict=True)
+        )
+
+    def __call__(self, x: mx.array) -> list[mx.array]:
+        """The outputs of the maps, in order, as views of one array."""
+        first = self.layers[0]
+        if "scales" in first:
+            y = mx.quantized_matmul(
+                x,
+                self.whole["weight"],
+                scales=self.whole["scales"],
+                biases=self.whole.get("biases"),
+                transpose=True,
+                group_size=first.group_size,
+                bits=first.bits,
+                mode=first.mode,
+            )
+        else:
+            y = x @ self.whole["weight"].T
+        return mx.split(y, self.ends, axis=-1)
+
+
+class MergedExperts(Merged):
+    """The same for the maps of experts."""
+
+    def __call__(self, x: mx.array, chosen: mx.array, rows: mx.array) -> list[mx.array]:
+        """x [..., D] by ``rows`` and chosen experts -> [..., k, 1, out] of each map (`gather`)."""
+        return mx.split(_gather(self.layers[0], self.whole, x, chosen, rows), self.ends, axis=-1)
+
+
+def gather(layer: nn.Module, x: mx.array, chosen: mx.array, rows: mx.array) -> mx.array:
+    """Row ``rows`` of x [..., 1, D] through expert ``chosen``: [*chosen.shape, 1, out]."""
+    return _gather(layer, layer, x, chosen, rows)
+
+
+def _gather(
+    layer: nn.Module, arrays: Mapping[str, mx.array], x: mx.array, chosen: mx.array, rows: mx.array
+) -> mx.array:
+    indices = {"lhs_indices": rows, "rhs_indices": chosen}
+    if "scales" not in layer:
+        return mx.gather_mm(x, arrays["weight"].swapaxes(-1, -2), **indices)
+    return mx.gather_qmm(
+        x,
+        arrays["weight"],
+        arrays["scales"],
+        arrays.get("biases"),
+        **indices,
+        transpose=True,
+        group_size=layer.group_size,
+        bits=layer.bits,
+        mode=layer.mode,
+    )
+
+
+class Bundle:
+    """Linear maps of one input: applied merged to a few tokens, one by one otherwise."""
+
+    def __init__(self, layers: Sequence[nn.Module]):
+        self.groups = merge(layers)
+
+    def whole(self, layers: Sequence[nn.Module]) -> Merged | None:
+        """The one merged map of all ``layers``, if it holds them in this order."""
+        if len(self.groups) != 1 or not self.groups[0].holds(layers):
+            return None
+        return self.groups[0] if len(self.groups[0].layers) == len(layers) else None
+
+    def __call__(self, layers: Sequence[nn.Module], x: mx.array) -> list[mx.array]:
+        """The outputs of ``layers``, which are the maps as they are now, in order."""
+        if x.size // x.shape[-1] > FEW or not all(g.holds(layers) for g in self.groups):
+            return [layer(x) for layer in layers]
+        made = {
+            id(layer): y
+            for group in self.groups
+            for layer, y in zip(group.layers, group(x), strict=True)
+        }
+        return [made[id(layer)] if id(layer) in made else layer(x) for layer in layers]
+
+
+def merge(layers: Sequence[nn.Module]) -> list[Merged]:
+    """Merge what can be merged: maps of one kind, width, dtype and packing, two or more at a time.
+
+    Maps with a bias, adapters and unknown kinds are left alone.
+    """
+    kinds: dict[tuple, list[nn.Module]] = {}
+    for layer in layers:
+        kind = _kind(layer)
+        if kind is not None:
+            kinds.setdefault(kind, []).append(layer)
+    made = []
+    for kind, same in kinds.items():
+        if len(same) > 1:
+            experts = issubclass(kind[0], (SwitchLinear, QuantizedSwitchLinear))
+            made.append(MergedExperts(same, axis=1) if experts else Merged(same, axis=0))
+    return made
+
+
+def _kind(layer: nn.Module) -> tuple | None:
+    if type(layer) not in (nn.Linear, nn.QuantizedLinear, SwitchLinear, QuantizedSwitchLinear):
+        return None
+    if "bias" in layer or "global_scale" in layer:
+        return None
+    packing = tuple(getattr(layer, name, None) for name in ("bits", "group_size", "mode"))
+    # Rows of one length and one dtype; for experts, one number of them.
+    rows = tuple(
+        (name, layer[name].dtype, layer[name].shape[-1]) for name in _ROWS if name in layer
+    )
+    return (type(layer), *packing, rows, layer.weight.shape[:-2])
+
+
+def apply(bundle: Bundle | None, layers: Sequence[nn.Module], x: mx.array) -> list[mx.array]:
+    """The outputs of ``layers`` for x, by their bundle if there is one."""
+    return [layer(x) for layer in layers] if bundle is None else bundle(layers, x)
