@@ -7,12 +7,19 @@ import pytest
 from helpers.tiny import difference, tiny_model, tokens
 from tolerances import MODEL_SPLIT, PACKED_SPLIT
 
+from mlx_kda.cache import store
 from mlx_kda.cache.checkpoints import Checkpoint, Checkpoints
 from mlx_kda.context import Context
 from mlx_kda.errors import UserError
 
 POLICIES = ["exact", "window:20+3", "int8", "window:16,int4"]
 IDS = tokens(400, seed=9)[0].tolist()
+
+
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch):
+    """Blocks so short that texts of a few hundred tokens fill several, and tails."""
+    monkeypatch.setattr(store, "FIRST_BLOCK", 64)
 
 
 @pytest.fixture(scope="module")

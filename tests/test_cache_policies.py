@@ -6,7 +6,7 @@ import pytest
 from helpers.tiny import difference, run, tiny_model, tokens
 from tolerances import INT8_LATENTS, LAYER_FLOAT32, MODEL_SPLIT, PACKED_SPLIT
 
-from mlx_kda.cache import LatentCache, Policy, make_cache
+from mlx_kda.cache import LatentCache, Policy, make_cache, store
 from mlx_kda.cache.store import TAIL
 from mlx_kda.errors import UserError
 from mlx_kda.layers import MLA, mla
@@ -88,8 +88,9 @@ def test_packed_rows_are_the_quantiser_s():
 
 
 @pytest.mark.parametrize("policy", ["exact", "window:50+4", "window:400", "int8", "window:50,int4"])
-def test_c1_the_split_does_not_matter(policy):
+def test_c1_the_split_does_not_matter(monkeypatch, policy):
     """Case C1 under every policy, with two MLA layers, across the end of a tail and of a block."""
+    monkeypatch.setattr(store, "FIRST_BLOCK", 16)
     model = tiny_model(kda_layers=[1, 3], full_attn_layers=[2, 4], num_experts=0)
     ids = tokens(TAIL + 50)
     n = ids.shape[1]

@@ -11,7 +11,7 @@ import mlx.core as mx
 from .rows import Arrays
 
 TAIL = 256
-FIRST_BLOCK = 2048
+FIRST_BLOCK = 4096  # rows that are written in place: a copy of so few costs nothing
 
 
 class Blocks:
@@ -29,7 +29,7 @@ class Blocks:
     def append(self, rows: Arrays) -> None:
         T = rows[0].shape[2]
         in_tail = self.length - self.settled
-        if T < TAIL and in_tail + T <= TAIL:
+        if T < TAIL and in_tail + T <= TAIL and self.settled >= FIRST_BLOCK:
             if self.tail is None:
                 self.tail = tuple(_empty(a, TAIL) for a in rows)
             self.tail = _written(self.tail, in_tail, rows)
