@@ -36,7 +36,8 @@ COLUMNS = {
     "serial": "sum*",
 }
 NOTE = (
-    f"All per token and head, instructions per SIMD-group. *ALU, L1 and threadgroup: {MODEL}; max and "
+    "All per token and head, instructions per SIMD-group. *ALU, L1 and threadgroup: "
+    f"{MODEL}; max and "
     "sum are of ALU and L1, threadgroup traffic has its own column."
 )
 

@@ -1,8 +1,10 @@
 """What a kernel asks of a GPU, counted by the emulator, and a model of the cycles it would take.
 
 An operation is counted once for the SIMD-group that executes it, whatever its lanes do; memory is
-counted in bytes. Integer arithmetic is not counted. The counts are exact for the source as written;
-the cycles are a model (see `Counts.alu_cycles`) and no measurement.
+counted in bytes. Integer arithmetic is not counted. Arithmetic is counted as the source writes it;
+loads are counted after the compiler has dropped those of what a thread already holds, across SIMD
+operations too, as a GPU's compiler does. That takes g++ on x86-64: elsewhere such loads count
+again. The cycles are a model (see `Counts.alu_cycles`) and no measurement.
 """
 
 from contextlib import contextmanager

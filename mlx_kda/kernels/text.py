@@ -95,7 +95,11 @@ def template_value(value) -> str:
         return str(int(value))
     if isinstance(value, int):
         return str(value)
-    return TYPE_NAMES[value]
+    if isinstance(value, mx.Dtype):
+        return TYPE_NAMES[value]
+    raise ValueError(
+        "[metal_kernel] Invalid template argument. Must be `mlx.core.Dtype`, `int` or `bool`."
+    )
 
 
 def _template_kind(value) -> str:

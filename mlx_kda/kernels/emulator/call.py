@@ -1,7 +1,10 @@
 """One call of a `MetalKernel` in the emulator."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 
+from ...errors import UserError
 from ..counts import note_launch
 from ..fault import KernelFault
 from .launch import MAX_THREADS, Program, Result, to_mlx, to_numpy
@@ -31,20 +34,34 @@ def call_emulator(kernel, call, mode) -> Result:
     program = _program(kernel, inputs, dtypes, call["template"], mode)
     if call["verbose"]:
         print(f"Generated source code for `{kernel.name}`:\n```\n{program.text.text}\n```")
-    result = program.run(
-        [to_numpy(x) for x in inputs], shapes, dtypes, grid, group, call["init_value"]
-    )
+    ran: list[Result] = []
+
+    @mx.custom_function
+    def forward(*arrays):
+        memory = [to_numpy(x) for x in arrays]
+        ran.append(program.run(memory, shapes, dtypes, grid, group, call["init_value"]))
+        return tuple(to_mlx(o, d) for o, d in zip(ran[0].outputs, dtypes, strict=True))
+
+    @forward.vjp
+    def no_gradient(*_):  # without this the results' gradient would silently be zero
+        raise ValueError(f"[metal_kernel] {kernel.name} has no gradient: wrap it in one of its own")
+
+    outputs = list(forward(*inputs))
     if mode == "count":
-        note_launch(kernel.name, result)
-    result.outputs = [to_mlx(o, d) for o, d in zip(result.outputs, dtypes, strict=True)]
-    return result
+        note_launch(kernel.name, ran[0])
+    return replace(ran[0], outputs=outputs)
 
 
 def _inputs(kernel, given):
     inputs = [x if isinstance(x, mx.array) else mx.array(x) for x in given]
     if kernel.ensure_row_contiguous:
         inputs = [mx.contiguous(x) if x.ndim else x for x in inputs]
-    mx.eval(inputs)
+    try:
+        mx.eval(inputs)
+    except ValueError as error:
+        raise UserError(
+            f"the emulator runs a kernel at once; mx.compile and mx.vmap do not allow that: {error}"
+        ) from None
     return inputs
 
 

@@ -1,10 +1,12 @@
 """Builds a rewritten kernel with the machine's C++ compiler, and keeps the results on disk."""
 
 import hashlib
+import importlib.util
 import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from functools import lru_cache
 from pathlib import Path
@@ -72,13 +74,15 @@ def mlx_include() -> Path:
 
 
 @lru_cache
-def compiler() -> tuple[str, str]:
-    """(path, what it says of itself) of the C++ compiler; UserError if there is none."""
-    for name in COMPILERS:
-        path = shutil.which(name)
-        if path:
-            said = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
-            return path, said.split("\n")[0]
+def compiler() -> tuple[list[str], str]:
+    """(command, what it says of itself) of the C++ compiler; UserError if there is none."""
+    candidates = [[path] for name in COMPILERS if (path := shutil.which(name))]
+    if importlib.util.find_spec("ziglang"):
+        candidates.append([sys.executable, "-m", "ziglang", "c++"])
+    for command in candidates:
+        said = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
+        if said:
+            return command, said.split("\n")[0]
     raise UserError(
         "the kernel emulator needs a C++ compiler and found none of "
         f"{', '.join(COMPILERS)}: install one (Debian: apt install g++; macOS: xcode-select "
@@ -90,14 +94,14 @@ def compiler() -> tuple[str, str]:
 def _fingerprint() -> str:
     """Changes with the compiler, the processor and the emulator's own sources."""
     digest = hashlib.sha256()
-    digest.update("\n".join(compiler()).encode())
+    digest.update(repr(compiler()).encode())
     digest.update(platform.machine().encode())
     digest.update(_processor().encode())
     digest.update(mx.__version__.encode())
     sources = [p for folder in ("include", "runtime") for p in (HERE / folder).rglob("*")]
     for path in sorted(p for p in sources if p.is_file()):
         digest.update(str(path.relative_to(HERE)).encode() + b"\0" + path.read_bytes())
-    digest.update(repr((COMMON, KERNEL)).encode())
+    digest.update(repr(COMMON).encode())
     return digest.hexdigest()[:24]
 
 
@@ -109,7 +113,7 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith("flags")), "")
 
 
-def _is_clang() -> bool:
+def is_clang() -> bool:
     return "clang" in compiler()[1]
 
 
@@ -121,9 +125,13 @@ def _kernel_flags(mode) -> list[str]:
     flags = [*COMMON, *_tune(), *KERNEL[mode], "-w"]
     if mode == "count" and platform.machine() in ("x86_64", "AMD64"):
         flags.append("-mno-red-zone")  # it calls the runtime from inline assembly
-    if "-fsanitize=thread" in flags:  # hooks at accesses, none at calls of functions
-        option = "tsan-instrument-func-entry-exit=0"
-        flags += ["-mllvm", f"-{option}"] if _is_clang() else [f"--param={option}"]
+    if "-fsanitize=thread" not in flags:
+        return flags
+    # Hooks at every access and at no call.
+    calls, merged = "tsan-instrument-func-entry-exit=0", "tsan-instrument-read-before-write=1"
+    if is_clang():
+        return [*flags, "-mllvm", f"-{calls}", "-mllvm", f"-{merged}"]
+    flags.append(f"--param={calls}")
     return flags
 
 
@@ -163,7 +171,7 @@ def _support(mode) -> tuple[Path, list[Path]]:
             flags = [*COMMON, *_tune(), "-O3", "-g1", f"-DEMU_MODE_{mode.upper()}=1"]
             source = HERE / "runtime" / name
             try:
-                _run([compiler()[0], *flags, "-c", str(source), "-o", str(made)], work)
+                _run([*compiler()[0], *flags, "-c", str(source), "-o", str(made)], work)
             except BuildFailed as error:
                 raise UserError(
                     f"{compiler()[1]} cannot build the kernel emulator (it needs g++ 12 or "
@@ -178,7 +186,8 @@ def build(unit: str, mode: str, text_name: str) -> Path:
 
     ``text_name`` is the file name that the kernel's lines carry in messages and debug information.
     """
-    key = hashlib.sha256(f"{_fingerprint()}\0{mode}\0{unit}".encode()).hexdigest()[:32]
+    flags = _kernel_flags(mode)
+    key = hashlib.sha256(f"{_fingerprint()}\0{flags}\0{unit}".encode()).hexdigest()[:32]
     folder = cache_dir() / "emulator" / _fingerprint()
     target = folder / mode / f"{key}.so"
     if target.exists():
@@ -189,10 +198,15 @@ def build(unit: str, mode: str, text_name: str) -> Path:
         source.write_text(unit)
         includes = [f"-I{HERE / 'include'}", f"-I{headers}", f"-I{mlx_include()}"]
         _run(
-            [compiler()[0], *_kernel_flags(mode), *includes, "-c", str(source), "-o", "unit.o"],
+            [*compiler()[0], *flags, *includes, "-c", str(source), "-o", "unit.o"],
             work,
         )
         names = [str(p) for p in objects]
-        _run([compiler()[0], "-shared", "-o", str(made), "unit.o", *names], work)
+        try:
+            _run([*compiler()[0], "-shared", "-o", str(made), "unit.o", *names], work)
+        except BuildFailed as error:
+            raise UserError(
+                f"cannot link an emulated kernel: {str(error).strip()[-300:]}"
+            ) from None
         _publish(made, target)
     return target

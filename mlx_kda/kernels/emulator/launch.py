@@ -101,12 +101,14 @@ class Result:
     counters: list
 
 
+_locks: dict = {}
+
+
 class Program:
     """A compiled kernel. Its runtime has one state, so launches of it are taken in turn."""
 
     def __init__(self, name: str, text: KernelText, mode: str):
         self.name, self.text, self.mode = name, text, mode
-        self.lock = threading.Lock()
         try:
             rewritten = rewrite(text.text, EMULATOR)
         except Unsupported as error:
@@ -119,6 +121,7 @@ class Program:
         except compiler.BuildFailed as error:
             raise self._compile_fault(str(error)) from None
         self.library = ctypes.CDLL(str(self.path))
+        self.lock = _locks.setdefault(self.path, threading.Lock())
 
     def fault(self, kind, message, line=0, thread=None):
         """A KernelFault at a line of the generated text."""
