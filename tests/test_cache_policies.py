@@ -103,6 +103,20 @@ def test_c1_the_split_does_not_matter(monkeypatch, policy):
         assert difference(whole, model(ids)) < MODEL_SPLIT
 
 
+@pytest.mark.parametrize("policy", ["exact", "window:8+2", "int8"])
+def test_c11_evaluating_the_logits_leaves_no_graph_behind(policy, tmp_path):
+    """Case C11: a ring is written after its chunk has read it, and is a value all the same."""
+    model = tiny_model(num_experts=0)
+    cache, ids = make_cache(model, policy, portable=False), tokens(40)
+    for part in parts_of(ids, [30, 1, 1, 8]):
+        mx.eval(model(part, cache=cache))
+        dot = tmp_path / "cache.dot"
+        mx.export_to_dot(
+            str(dot), *[a for entry in cache[:3] for a in entry.cache], *cache[3].state
+        )
+        assert "->" not in dot.read_text()
+
+
 def test_int8_stays_near_exact():
     """Within 1e-2 of the exact logits; int4 is cruder and says so by its name."""
     for changes in ({}, {"num_experts": 0}):

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..cache import Policy, make_cache
+from ..cache import LatentCache, Policy, make_cache
 from ..kernels import resolve
 from ..layers import MLA, MLP, KimiDeltaAttention, MoE, Padding, RMSNorm
 from .config import KDA, MOE, KimiLinearConfig
@@ -128,8 +128,8 @@ class Model(nn.Module):
         carried = [
             array
             for layer, layer_cache in zip(self.layers, cache, strict=True)
-            if layer.is_linear
-            for array in layer_cache.cache
+            if layer.is_linear or isinstance(layer_cache, LatentCache)
+            for array in (layer_cache.cache if layer.is_linear else layer_cache.state)
         ]
         return mx.depends([logits], carried)[0] if carried else logits
 
