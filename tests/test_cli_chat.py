@@ -162,6 +162,29 @@ def test_a_second_ctrl_c_interrupts():
         signal.raise_signal(signal.SIGINT)
 
 
+def test_a_second_ctrl_c_cuts_the_step_short_and_keeps_the_conversation(tiny_model, monkeypatch):
+    talk, session = talk_with(tiny_model, max_tokens=5, prefill_step=8)
+    layer = type(tiny_model[0].layers[3].self_attn)
+    attend, calls = layer.__call__, []
+
+    def interrupted(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        return attend(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layer, "__call__", interrupted)
+        assert talk.take("a long message " * 4)
+    assert len(session.tokens) == 16 and talk.last.finish_reason == "interrupted"
+    assert talk.take("go on")
+    cold = Context(tiny_model[0])
+    cold.prefill(session.tokens)
+    assert talk.last.reused_tokens == 16
+    assert abs(cold.logits - session.context.logits).max() < 1e-5
+
+
 def test_undo_regen_and_edit(chat):
     _, out, _ = chat("hello\n/regen\n")
     first, again = answers(out)

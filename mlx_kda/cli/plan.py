@@ -61,6 +61,8 @@ def _print(args: argparse.Namespace, dtype: str, memory: Any, needs: list[Any]) 
     from rich.console import Console
     from rich.table import Table
 
+    from mlx_kda.cache.checkpoints import DEFAULT_BUDGET
+
     table = Table(box=None, pad_edge=False, padding=(0, 2))
     table.add_column("policy")
     for name in ("weights", "KDA states", "latents", "working set", "total"):
@@ -82,3 +84,4 @@ def _print(args: argparse.Namespace, dtype: str, memory: Any, needs: list[Any]) 
         f"working set: predicted, for prompts read {args.prefill_step:,} tokens at a time; a "
         "window and fewer bits are approximations"
     )
+    console.print(f"a session holds up to {common.size(DEFAULT_BUDGET)} of checkpoints besides")

@@ -110,8 +110,8 @@ class Talk:
                     if stop:
                         break
                 pieces.close()
-            except Stopped:
-                pass
+            except (Stopped, KeyboardInterrupt):
+                pass  # a second Ctrl-C cuts a step short, which is undone
             except UserError as error:
                 common.note(f"mlx-kda: {error}")
                 return
