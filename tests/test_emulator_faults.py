@@ -439,6 +439,20 @@ CASES = {
         out[i] = x;
         """,
     ),
+    "the same SIMD operation twice on one line": Case(
+        "divergence",
+        """
+        uint i = thread_position_in_grid.x;
+        float x = a[i];
+        x = thread_index_in_simdgroup < 16 ? simd_sum(x) : simd_sum(2 * x);  // FAULT
+        out[i] = x;
+        """,
+        """
+        uint i = thread_position_in_grid.x;
+        float x = simd_sum(a[i]) + simd_sum(a[i]) * simd_sum(x = 1);
+        out[i] = x;
+        """,
+    ),
     "some lanes loop longer": Case(
         "divergence",
         """
@@ -580,6 +594,19 @@ CASES = {
         out[i] = exp(a[i] * 0);
         """,
     ),
+    "an integer division by zero": Case(
+        "unsupported",
+        """
+        uint i = thread_position_in_grid.x;
+        int zero = int(small[0]) - 1;
+        out[i] = int(a[i]) / zero;  // FAULT
+        """,
+        """
+        uint i = thread_position_in_grid.x;
+        int one = int(small[0]);
+        out[i] = int(a[i]) / one;
+        """,
+    ),
     "double": Case(
         "unsupported",
         """
@@ -640,3 +667,34 @@ def test_corrected_twin_is_clean(name):
     case = CASES[name]
     out = np.array(run(case.good, case).astype(mx.float32))
     assert np.isfinite(out).all()
+
+
+def test_fast_runner_survives_a_wild_access():
+    """Without checks a pointer to nowhere is still a fault, not the end of the process."""
+    case = Case("out-of-bounds", "out[thread_position_in_grid.x] = a[1ul << 44];  // FAULT", "")
+    with pytest.raises(KernelFault) as caught:
+        run(case.bad, case, runner="emulator-fast")
+    assert caught.value.kind == "out-of-bounds"
+    good = run("out[thread_position_in_grid.x] = 1;", case, runner="emulator-fast")
+    assert mx.all(good == 1)
+
+
+def test_fault_text_quotes_the_line_and_names_the_memory():
+    case = CASES["past a threadgroup array"]
+    with pytest.raises(KernelFault, match="write at byte 252 of threadgroup variable s"):
+        run(case.bad, case)
+    case = CASES["read past an input"]
+    with pytest.raises(KernelFault, match=r"read at byte 512 of a \(512 bytes\): out\[i\] = a\[i"):
+        run(case.bad, case)
+
+
+def test_two_simd_operations_among_a_macros_arguments():
+    """No line directive may stand there; the kernel still runs."""
+    source = """
+    #define PICK(a, b) (a) + (b)
+    uint i = thread_position_in_grid.x;
+    out[i] = PICK(simd_sum(a[i]), simd_max(a[i])) + simd_min(a[i]);
+    """
+    out = np.array(run(source, CASES["double"])).reshape(4, 32)
+    a = np.arange(128.0).reshape(4, 32)
+    assert (out == (a.sum(1) + a.max(1) + a.min(1))[:, None]).all()

@@ -11,7 +11,7 @@ import numpy as np
 from ..fault import KINDS, KernelFault
 from ..text import KernelText
 from . import compiler
-from .rewrite import EMULATOR, Unsupported, rewrite
+from .rewrite import EMULATOR, LINE_STEP, Unsupported, rewrite
 
 MAX_THREADS = 1024
 TEXT_NAME = "kernel.metal"
@@ -110,7 +110,7 @@ class Program:
     def __init__(self, name: str, text: KernelText, mode: str):
         self.name, self.text, self.mode = name, text, mode
         try:
-            rewritten = rewrite(text.text, EMULATOR)
+            rewritten = rewrite(text.text, EMULATOR, TEXT_NAME)
         except Unsupported as error:
             kind = "limits" if "ASCII" in error.message else "unsupported"
             raise self.fault(kind, error.message, line=error.line) from None
@@ -125,7 +125,7 @@ class Program:
 
     def fault(self, kind, message, line=0, thread=None):
         """A KernelFault at a line of the generated text."""
-        where = self.text.locate(line)
+        where = self.text.locate(line % LINE_STEP)
         return KernelFault(kind, self.name, message, thread=thread, **where)
 
     def _compile_fault(self, messages):

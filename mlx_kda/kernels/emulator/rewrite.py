@@ -187,23 +187,75 @@ class _Shared:
 _PARTS = {"unsigned", "signed", "long", "short", "int", "char"}
 
 
+# Several SIMD operations or barriers on one line get line numbers of their own, this far apart, so
+# that the runtime can tell which of them a lane has reached.
+LINE_STEP = 100_000
+MEETING = re.compile(r"(simd|quad|simdgroup)_\w+\Z|threadgroup_barrier\Z")
+
+
+class _Meetings:
+    """Writes #line directives in front of the second and later meeting points of a line."""
+
+    def __init__(self, text, file):
+        self.file = file
+        self.macros = preprocessor_lines(text)
+        self.names = set(re.findall(r"^\s*#\s*define\s+(\w+)", text, re.M))
+        self.parentheses: list[bool] = []  # the open ones: is each that of a macro's arguments?
+        self.seen: dict[int, int] = {}
+        self.moved = False
+
+    def parenthesis(self, token, name):
+        if token.text == "(":
+            self.parentheses.append(name in self.names)
+        elif token.text == ")" and self.parentheses:
+            self.parentheses.pop()
+
+    def before(self, token, is_call) -> str:
+        if not (self.file and is_call and MEETING.match(token.text)):
+            return ""
+        if token.line in self.macros or any(self.parentheses):
+            return ""  # no directive may stand there
+        nth = self.seen[token.line] = self.seen.get(token.line, -1) + 1
+        if not nth:
+            return ""
+        self.moved = True
+        return f'\n#line {nth * LINE_STEP + token.line} "{self.file}"\n'
+
+    def newline(self, token) -> str:
+        """The token, with the numbering put right behind its first newline if it was moved."""
+        if not self.moved or "\n" not in token.text:
+            return token.text
+        self.moved = False
+        first, rest = token.text.split("\n", 1)
+        return f'{first}\n#line {token.line + 1} "{self.file}"\n{rest}'
+
+
 @dataclass
 class Rewritten:
     text: str
     shared_names: list[str]
 
 
-def rewrite(text, dialect) -> Rewritten:
-    """C++ with the same lines as ``text``, and the names of its threadgroup variables by number."""
+def rewrite(text, dialect, file=None) -> Rewritten:
+    """C++ with the same lines as ``text``, and the names of its threadgroup variables by number.
+
+    With a ``file`` name, lines with several SIMD operations number them (see LINE_STEP).
+    """
     for number, line in enumerate(text.split("\n"), 1):
         if not line.isascii():
             raise Unsupported("text that is not ASCII", number)
     toks = tokens(text)
     shared = _Shared(toks, dialect)
+    meetings = _Meetings(text, file)
     out, i = [], 0
     while i < len(toks):
         token = toks[i]
-        if token.kind == "attribute":
+        meetings.parenthesis(token, toks[i - 1].text if i else "")
+        if token.kind == "name":
+            out.append(meetings.before(token, shared.is_call(i)))
+        if token.kind in ("space", "comment"):
+            out.append(meetings.newline(token))
+        elif token.kind == "attribute":
             if "function_constant" in token.text:
                 raise Unsupported("function constants (MLX cannot set them)", token.line)
             out.append("\n" * token.text.count("\n"))

@@ -23,6 +23,7 @@ enum emu_counter : uint32_t {
   EMU_N_matrix16,  // 16-bit elements moved by matrix loads and stores, which convert nothing
   EMU_N_COUNTERS, EMU_N_none,
 };
+constexpr uint32_t EMU_LINE_STEP = 100000;  // LINE_STEP of rewrite.py
 constexpr int EMU_MAX_SHARED = 64;  // threadgroup variables of one kernel
 
 // Where a thread is: filled by the runtime, read by the generated entry point.

@@ -3,10 +3,13 @@
 #include "fiber.h"
 #include "state.h"
 
+#include <pthread.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <ucontext.h>
 
 Fiber* emu_current;
 emu_launch* emu_job;
@@ -82,8 +85,8 @@ bool meet(SimdGroup* g, Fiber* f, uint32_t op, uint32_t line) {
     g->trail = f->trail;
   } else if (g->op != op || g->line != line || g->trail != f->trail) {
     raise_at(EMU_DIVERGENCE, line, 0,
-             "lanes of one SIMD-group are at different SIMD operations (lines %u and %u)", g->line,
-             line);
+             "lanes of one SIMD-group are at different SIMD operations (lines %u and %u)",
+             g->line % EMU_LINE_STEP, line % EMU_LINE_STEP);
   }
   if (++g->arrived == g->lanes) {
     g->arrived = 0;
@@ -166,7 +169,8 @@ static bool step(uint32_t simdgroups, uint32_t threads) {
     memcpy(emu_job->thread, waiting->ids.thread_in_grid, sizeof emu_job->thread);
     if (odd)
       snprintf(emu_job->message, sizeof emu_job->message,
-               "threads wait at different barriers (lines %u and %u)", waiting->line, odd->line);
+               "threads wait at different barriers (lines %u and %u)",
+               waiting->line % EMU_LINE_STEP, odd->line % EMU_LINE_STEP);
     else
       snprintf(emu_job->message, sizeof emu_job->message,
                "a barrier that %u of the threadgroup's %u threads reach", waiters, threads);
@@ -238,6 +242,31 @@ static void run_group(const uint32_t at[3], const uint32_t groups_per_grid[3]) {
   if (!emu_job->fault) check_end_group();
 }
 
+// A trap in the kernel (a division by zero, in the fast build also an access to no memory) becomes
+// a fault of the launch; elsewhere the handlers are those that were there before.
+static pthread_t runner;
+static struct sigaction handlers_before[3];
+static const int trapped[3] = {SIGFPE, SIGSEGV, SIGBUS};
+
+static void on_trap(int signal, siginfo_t*, void* context) {
+  if (!emu_current || !pthread_equal(pthread_self(), runner)) {
+    for (int i = 0; i < 3; ++i) sigaction(trapped[i], &handlers_before[i], nullptr);
+    return;  // comes back, to the handler that it is meant for
+  }
+  uint64_t pc = 0;
+#if defined(__linux__) && defined(__x86_64__)
+  pc = static_cast<ucontext_t*>(context)->uc_mcontext.gregs[REG_RIP] + 1;
+#elif defined(__linux__) && defined(__aarch64__)
+  pc = static_cast<ucontext_t*>(context)->uc_mcontext.pc + 1;
+#endif
+  sigset_t set;
+  sigemptyset(&set);
+  sigaddset(&set, signal);
+  pthread_sigmask(SIG_UNBLOCK, &set, nullptr);
+  if (signal == SIGFPE) raise_at(EMU_UNSUPPORTED, 0, pc, "an integer division by zero");
+  raise_at(EMU_OUT_OF_BOUNDS, 0, pc, "an access to no memory at all");
+}
+
 static void run_once(emu_launch* job) {
   emu_job = job;
   emu_current = nullptr;
@@ -263,8 +292,14 @@ static void run_once(emu_launch* job) {
 }
 
 extern "C" __attribute__((visibility("default"))) void emu_run(emu_launch* job) {
+  struct sigaction action = {};
+  action.sa_sigaction = on_trap;
+  action.sa_flags = SA_SIGINFO;
+  runner = pthread_self();
+  for (int i = 0; i < 3; ++i) sigaction(trapped[i], &action, &handlers_before[i]);
   do {
     job->restart = 0;
     run_once(job);
   } while (job->restart);
+  for (int i = 0; i < 3; ++i) sigaction(trapped[i], &handlers_before[i], nullptr);
 }
