@@ -13,14 +13,15 @@
 // Outputs  y [B,T,Hv,Dv]; state_out [B,KEEP ? T : 1,Hv,Dv,Dk], with KEEP the state after each
 //          token; windows as they came in, moved on by lengths
 //
-// Thread map: a threadgroup of SG SIMD-groups a (batch, value head), grid (32 * SG, B*Hv). A
-// SIMD-group owns 8 value rows at a time, 4 lanes a row, Dk/4 state elements a lane; it goes through
-// Dv / (8 SG) such blocks, one where Dk, Dv <= 128. Before that, a SIMD-group prepares one row
+// Thread map: a threadgroup of SG <= 8 SIMD-groups a (batch, value head), grid (32 * SG, B*Hv). A
+// SIMD-group owns 8 value rows at a time, 4 lanes a row, Dk/4 state elements a lane, and goes through
+// Dv / (8 SG) such blocks with no barrier between them. Before that, a SIMD-group prepares one row
 // (token; q, k, v or decay) at a time; after it, one output row.
 // Threadgroup bytes: 4 TCAP (3 Dk + 2 Dv + 1): 20,512 at Dk = Dv = 128.
 // Order of reductions: norms: a lane over its channels, then simd_sum; rows as kda_recurrent.
 // Why: a decode step is bound by reading and writing the state once (2 x 64 KB a head), so its load
-// is issued before anything else and all the rest of the layer hides behind it in one launch.
+// is issued before anything else and all the rest of the layer hides behind it in one launch. 256
+// threads, not 512: a lane needs more registers than 512 threads can have on every chip.
 
 constexpr int TCAP = 3 * Dk + 2 * Dv <= 896 ? 8 : 4;
 constexpr int FOURS = Dk / 16;
@@ -66,23 +67,21 @@ for (int item = sg; item < 4 * valid; item += SG) {
   const int kind = item % 4;
   const size_t token = size_t(b) * T + t;
   if (kind < 2) {
-    float x[Dk / 32];
+    threadgroup float* to = (threadgroup float*)(kind == 0 ? q_s : k_s) + t * Dk;
     float sum = 0.0f;
-    KDA_UNROLL
-    for (int i = 0; i < Dk / 32; ++i) {
-      const int channel = h * Dk + 32 * i + lane;
+    for (int i = lane; i < Dk; i += 32) {  // not unrolled: registers are full of state
+      float x = 0.0f;
       if (kind == 0) {
-        x[i] = kda_conv_silu<TAPS>(q, q_window, q_taps, b, T, t, H * Dk, channel);
+        x = kda_conv_silu<TAPS>(q, q_window, q_taps, b, T, t, H * Dk, h * Dk + i);
       } else {
-        x[i] = kda_conv_silu<TAPS>(k, k_window, k_taps, b, T, t, H * Dk, channel);
+        x = kda_conv_silu<TAPS>(k, k_window, k_taps, b, T, t, H * Dk, h * Dk + i);
       }
-      sum = fma(x[i], x[i], sum);
+      to[i] = x;
+      sum = fma(x, x, sum);
     }
     const float norm = rsqrt(simd_sum(sum) + 1e-6f) * (kind == 0 ? scale : 1.0f);
-    threadgroup float* to = (threadgroup float*)(kind == 0 ? q_s : k_s) + t * Dk;
-    KDA_UNROLL
-    for (int i = 0; i < Dk / 32; ++i) {
-      to[32 * i + lane] = x[i] * norm;
+    for (int i = lane; i < Dk; i += 32) {
+      to[i] *= norm;
     }
   } else if (kind == 2) {
     for (int i = lane; i < Dv; i += 32) {

@@ -38,7 +38,7 @@ def templates(name, operand):
             ("InT", *s, g, (g + i) % 3, (g + i) % 2) for i, s in enumerate(sizes) for g in gates
         ]
     return "InT Dk Dv SG TAPS GATE BETA KEEP", [
-        ("InT", *s, simd_groups(*s), 4, g, (g + i) % 3, (g + i) % 2)
+        ("InT", *s, simd_groups(s[1]), 4, g, (g + i) % 3, (g + i) % 2)
         for i, s in enumerate(sizes)
         for g in gates
     ]

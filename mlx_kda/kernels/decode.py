@@ -123,7 +123,7 @@ def _launch(
     B, Hv, Dv, Dk = memory.state.shape
     T, H = q.shape[1], q.shape[-1] // Dk
     decay = Decay.read((B, T, Hv, Dk), g, beta, law, beta_law)
-    groups = simd_groups(Dk, Dv)
+    groups = simd_groups(Dv)
     scale, eps = params
     y, state, *windows = kernel("kda_decode", runner)(
         inputs=[
@@ -172,7 +172,6 @@ def token_capacity(Dk: int, Dv: int) -> int:
     return 8 if 3 * Dk + 2 * Dv <= 896 else 4
 
 
-def simd_groups(Dk: int, Dv: int) -> int:
-    """SIMD-groups of a threadgroup: as many 8-row blocks at once as registers allow."""
-    blocks, most = Dv // 8, 16 if Dk <= 128 else 8
-    return max(n for n in range(1, most + 1) if blocks % n == 0)
+def simd_groups(Dv: int) -> int:
+    """SIMD-groups of a threadgroup, at most 8: they divide the blocks of 8 value rows."""
+    return max(n for n in range(1, 9) if Dv // 8 % n == 0)
