@@ -1,7 +1,7 @@
 """Run the kernels' bodies on a CUDA GPU: against float64, under compute-sanitizer, timed.
 
     python tests/cuda_check.py check            every kernel and mode against float64
-    python tests/cuda_check.py sanitize         small calls of everything, for compute-sanitizer
+    python tests/cuda_check.py sanitize [I N]   small calls of everything, for compute-sanitizer
     python tests/cuda_check.py time             T = 2048 and 8192, beside mlx-lm's vector kernel
 
 Needs MLX's CUDA build. Prints one JSON line a result; not collected by pytest.
@@ -11,6 +11,7 @@ import json
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -106,30 +107,41 @@ def one_layer(T, Dk, Dv, dtype, bound, B=2) -> bool:
     return ok
 
 
-def sanitize() -> bool:
-    """Small ragged calls of every kernel: odd sizes, tails, Hv > H, both operand types."""
-    good = True
-    for Dk, Dv in ((32, 64), (96, 32), (128, 64)):
-        x = oracle.make("mixed", T=37, B=2, H=1, Hv=2, Dk=Dk, Dv=Dv).with_state()
-        x = as_dtype(x, "float16")
-        truth = oracle.recurrence(*x.arrays(), state=x.state, lengths=[37, 9])
-        for mode, (kernel, options) in MODES.items():
-            o, S = run(kernel, x, "float16", runner=RUNNER, lengths=[37, 9], **options)
-            ok = oracle.error(o, truth[0]) < 1e-3 and oracle.error(S, truth[1]) < 1e-3
-            good &= ok
-            say(test=mode, Dk=Dk, Dv=Dv, ok=ok)
-    good &= one_layer(3, 64, 32, "float32", None)
-    good &= one_layer(5, 256, 192, "float16", -5.0)
+def sanitize(part: int = 0, parts: int = 1) -> bool:
+    """Small ragged calls of every kernel: odd sizes, tails, Hv > H, both operand types.
+
+    compute-sanitizer is slow: ``part`` of ``parts`` takes every parts-th call.
+    """
+    sizes = ((32, 64), (96, 32), (128, 64))
+    calls = [partial(one_prefill, mode, Dk, Dv) for Dk, Dv in sizes for mode in MODES]
+    calls += [partial(one_layer, 3, 64, 32, "float32", None)]
+    calls += [partial(one_layer, 5, 256, 192, "float16", -5.0)]
+    calls += [partial(raw_prefill, kernel) for kernel in OPS]
+    return all([call() for call in calls[part::parts]])
+
+
+def one_prefill(mode, Dk, Dv) -> bool:
+    """A ragged batch of 37 and 9 tokens from a state."""
+    x = oracle.make("mixed", T=37, B=2, H=1, Hv=2, Dk=Dk, Dv=Dv).with_state()
+    x = as_dtype(x, "float16")
+    truth = oracle.recurrence(*x.arrays(), state=x.state, lengths=[37, 9])
+    kernel, options = MODES[mode]
+    o, S = run(kernel, x, "float16", runner=RUNNER, lengths=[37, 9], **options)
+    ok = oracle.error(o, truth[0]) < 1e-3 and oracle.error(S, truth[1]) < 1e-3
+    say(test=mode, Dk=Dk, Dv=Dv, ok=ok)
+    return ok
+
+
+def raw_prefill(kernel) -> bool:
+    """Raw gate and beta."""
     layer = layer64.make(B=1, T=18, H=1, Hv=2, Dk=32, Dv=32)
     q, k, v = (f32(x) for x in layer.mixed())
-    for kernel in ("recurrent", "chunk"):
-        _, S = OPS[kernel](q, k, v, f32(layer.a), f32(layer.b), state=f32(layer.state),
-                           law=law(layer), beta_law="sigmoid", runner=RUNNER)  # fmt: skip
-        truth = oracle.recurrence(*layer.mixed(), layer.gate(), layer.beta(), state=layer.state)
-        ok = oracle.error(numpy(S), truth[1]) < 2e-6
-        good &= ok
-        say(test=f"raw gate, {kernel}", ok=ok)
-    return good
+    _, S = OPS[kernel](q, k, v, f32(layer.a), f32(layer.b), state=f32(layer.state),
+                       law=law(layer), beta_law="sigmoid", runner=RUNNER)  # fmt: skip
+    truth = oracle.recurrence(*layer.mixed(), layer.gate(), layer.beta(), state=layer.state)
+    ok = oracle.error(numpy(S), truth[1]) < 2e-6
+    say(test=f"raw gate, {kernel}", ok=ok)
+    return ok
 
 
 def median_ms(call, repeats=9) -> float:
@@ -188,8 +200,6 @@ def timing() -> bool:
 
 if __name__ == "__main__":
     what = {"check": check, "sanitize": sanitize, "time": timing}[sys.argv[1]]
-    if len(sys.argv) > 2:
-        RUNNER = sys.argv[2]
-    passed = what()
+    passed = what(*map(int, sys.argv[2:]))
     say(what=sys.argv[1], runner=RUNNER, mlx=mx.__version__, passed=bool(passed))
     sys.exit(0 if passed else 1)
