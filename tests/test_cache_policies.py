@@ -4,10 +4,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.tiny import difference, run, tiny_model, tokens
+from mlx_lm.generate import generate_step
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from tolerances import INT8_LATENTS, LAYER_FLOAT32, MODEL_SPLIT, PACKED_SPLIT
 
 from mlx_kda.cache import LatentCache, Policy, make_cache, store
 from mlx_kda.cache.store import TAIL
+from mlx_kda.context import Context
 from mlx_kda.errors import UserError
 from mlx_kda.layers import MLA, mla
 
@@ -115,6 +118,27 @@ def test_c11_evaluating_the_logits_leaves_no_graph_behind(policy, tmp_path):
             str(dot), *[a for entry in cache[:3] for a in entry.cache], *cache[3].state
         )
         assert "->" not in dot.read_text()
+
+
+@pytest.mark.parametrize("policy", ["exact", "window:24+4", "int4"])
+def test_mlx_lm_generates_through_any_policy(policy):
+    """Plain mlx-lm steps on our caches, with its samplers: the tokens of our own decoding."""
+    model = tiny_model()
+    prompt = tokens(60, seed=4)[0]
+    options = {
+        "sampler": make_sampler(0.8, top_k=30, top_p=0.9),
+        "logits_processors": make_logits_processors(repetition_penalty=1.1),
+    }
+    for sampling in ({}, options):
+        mx.random.seed(3)
+        step = generate_step(
+            prompt, model, max_tokens=20, prompt_cache=model.make_cache(policy), **sampling
+        )
+        theirs = [token for token, _ in step]
+        context = Context(model, policy=policy)
+        context.prefill(prompt.tolist())
+        mx.random.seed(3)
+        assert list(context.decode(20, **sampling)) == theirs
 
 
 def test_int8_stays_near_exact():
