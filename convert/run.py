@@ -237,8 +237,13 @@ def into_shards(steps: list[Step], shard_bytes: int) -> dict[str, list[Step]]:
 
 
 def source_hash(journal: Journal) -> str:
-    """SHA-256 over the lines "digest  name" of all source tensors that were read, by name."""
-    digests = {n: d for facts in journal.files.values() for n, d in facts["sources"].items()}
+    """One hash for all source tensors that were read."""
+    facts = journal.files.values()
+    return digest_of({name: d for one in facts for name, d in one["sources"].items()})
+
+
+def digest_of(digests: dict[str, str]) -> str:
+    """SHA-256 over the lines "digest  name" of tensors, by name."""
     lines = "".join(f"{digests[name]}  {name}\n" for name in sorted(digests))
     return hashlib.sha256(lines.encode()).hexdigest()
 

@@ -15,7 +15,7 @@ from mlx_kda import __version__
 from mlx_kda.cli.common import Parser, note, prepare_output
 from mlx_kda.errors import UserError
 
-COMMANDS = ("convert", "plan", "generate", "chat", "info", "bench", "doctor", "demo")
+COMMANDS = ("convert", "verify", "plan", "generate", "chat", "info", "bench", "doctor", "demo")
 
 # Exit statuses: 2 for a user's mistake (argparse's own), 128 + signal number as shells have it.
 USER_ERROR = 2

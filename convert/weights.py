@@ -1,0 +1,51 @@
+"""The weights of a checkpoint as plain float32 arrays, unit by unit: embedding, layers, head."""
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+
+from .layout import Layout
+from .steps import Read, Step
+from .view import View
+
+LAYERS = "model.layers."
+
+
+def units(layout: Layout) -> dict[str, list[Step]]:
+    """The steps of a mapping by the unit whose weights they make, in the order of the model."""
+    found: dict[str, list[Step]] = {}
+    for step in layout.mapping.steps:
+        if step.outputs:
+            found.setdefault(unit_of(next(iter(step.outputs))), []).append(step)
+    return found
+
+
+def unit_of(name: str) -> str:
+    """ "model.layers.3" for every tensor of that layer; else the path without the part."""
+    if name.startswith(LAYERS):
+        return ".".join(name.split(".")[:3])
+    return name.rpartition(".")[0]
+
+
+def plain_weights(
+    steps: list[Step], view: View, packed: dict[str, dict], read: Read
+) -> Iterator[tuple[str, mx.array]]:
+    """(name, array) of the weights that some steps make; packed ones dequantised to float32.
+
+    Others keep their dtype.
+    """
+    parts: dict[str, dict[str, mx.array]] = {}
+    for step in steps:
+        for name, array in step.run(view.reading(read)).items():
+            path, _, part = name.rpartition(".")
+            if path not in packed:
+                yield name, array
+                continue
+            parts.setdefault(path, {})[part] = array
+            if len(parts[path]) == (3 if packed[path]["mode"] == "affine" else 2):
+                held = parts.pop(path)
+                arrays = [held[p] for p in ("weight", "scales", "biases") if p in held]
+                yield (
+                    f"{path}.weight",
+                    mx.dequantize(*arrays, **packed[path], dtype=mx.float32),
+                )

@@ -1,0 +1,85 @@
+"""Check a converted folder, and with --source compare its weights and logits with the source's.
+
+The source is streamed layer by layer, so it need not fit the memory. Exit status 1 where a bound
+is passed.
+"""
+
+import argparse
+import json
+
+from mlx_kda.cli import common
+
+SUMMARY = "check a converted folder, and compare it with its source"
+EXAMPLE = (
+    "mlx-kda verify kimi-4bit\n"
+    "  mlx-kda verify kimi-4bit --source path/to/Kimi-Linear-48B-A3B-Instruct --tokens text.txt"
+)
+FAILED = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="OUT", help="the converted folder")
+    parser.add_argument("--source", metavar="SRC", help="folder or hub id that it was made from")
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub id")
+    parser.add_argument(
+        "--tokens",
+        metavar="FILE",
+        help="compare logits on this text, or on the ids in a .json list (default: a built-in one)",
+    )
+    parser.add_argument(
+        "--max-tokens", type=common.number(int, 2), default=2048, metavar="N", help="default: 2048"
+    )
+    parser.add_argument(
+        "--max-kl",
+        type=common.number(float, 0),
+        metavar="X",
+        help="bound of the mean KL divergence in nats (default: by noise as large)",
+    )
+    parser.add_argument(
+        "--min-top1",
+        type=common.number(float, 0, 1),
+        metavar="X",
+        help="bound of the top-1 agreement (default: by noise as large)",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    from mlx_kda.convert import verify
+    from mlx_kda.errors import UserError
+
+    if args.tokens is not None and args.source is None:
+        raise UserError("--tokens needs --source: logits are compared with the source's")
+    with common.progress("verifying", unit="MB") as bar:
+        found = verify(
+            args.folder,
+            args.source,
+            args.tokens,
+            revision=args.revision,
+            max_kl=args.max_kl,
+            min_top1=args.min_top1,
+            max_tokens=args.max_tokens,
+            progress=lambda done, total, name: bar(done / 1e6, total / 1e6),
+        )
+    if args.json:
+        print(json.dumps(found.as_dict(), ensure_ascii=False))
+    else:
+        _print(found)
+    return 0 if found.ok else FAILED
+
+
+def _print(found) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for head in ("", "check", "found", "bound"):
+        table.add_column(head, overflow="fold")
+    for check in found.checks:
+        table.add_row("ok" if check.ok else "FAIL", check.what, check.found, check.bound)
+    # Wide enough not to wrap in a pipe, where rich assumes 80 columns.
+    console = Console(highlight=False, markup=False)
+    console.width = max(console.width, 140)
+    console.print(table)
+    failed = sum(not check.ok for check in found.checks)
+    console.print(f"{found.folder}: " + (f"{failed} checks failed" if failed else "all is well"))

@@ -1,0 +1,296 @@
+"""`verify`: what is right passes, and every kind of damage is found and named."""
+
+import json
+import math
+import shutil
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from helpers.checkpoints import edit_json, read_all
+from helpers.tiny_checkpoint import weights, write_checkpoint, write_weights
+from tolerances import STOCK
+
+from mlx_kda.cli.main import main
+from mlx_kda.convert import convert, verify
+from mlx_kda.convert.compare import compare, weight_bound
+from mlx_kda.convert.layout import Wish, lay_out
+from mlx_kda.convert.sample import ROW, sample_tokens
+from mlx_kda.convert.source import open_source
+from mlx_kda.errors import UserError
+from mlx_kda.models import load_model
+
+RECIPES = [
+    {},
+    {"dtype": "bfloat16"},
+    {"dtype": "float16"},
+    {"q_bits": 8, "q_group_size": 32},
+    {"q_bits": 4, "q_group_size": 32},
+    {"q_bits": 2, "q_group_size": 32},
+    {"q_bits": 4, "q_mode": "mxfp4"},
+    {"q_bits": 4, "q_mode": "nvfp4"},
+    {"q_bits": 8, "q_mode": "mxfp8"},
+    {"q_rules": ["mlp.switch_mlp.*=3,32", "self_attn.o_proj=8,64"]},
+    {"target_bpw": 7},
+]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("verify") / "source")
+
+
+@pytest.fixture(scope="module")
+def good(source):
+    """The source in 4 bits, in several files."""
+    out = source.parent / "good"
+    convert(source, out, q_bits=4, q_group_size=32, shard_bytes=100_000)
+    return out
+
+
+@pytest.fixture
+def bad(good, tmp_path):
+    """A copy to be damaged."""
+    return shutil.copytree(good, tmp_path / "bad")
+
+
+def failed(found) -> dict[str, str]:
+    """What failed -> what was found."""
+    return {check.what: check.found for check in found.checks if not check.ok}
+
+
+def rewrite(folder, change) -> None:
+    """Change the tensors of a folder, and make the report agree with its new files."""
+    tensors = read_all(folder)
+    change(tensors)
+    for path in folder.glob("model*"):
+        path.unlink()
+    write_weights(folder, tensors)
+    (folder / "conversion.json").unlink()
+
+
+@pytest.mark.parametrize("wish", RECIPES, ids=lambda wish: json.dumps(wish)[1:-1] or "plain")
+def test_every_recipe_is_well(source, tmp_path, wish):
+    convert(source, tmp_path / "out", **wish)
+    found = verify(tmp_path / "out", source)
+    assert failed(found) == {}
+    families = found.comparison.families
+    assert {"experts", "KDA gates", "MLA latents", "norms"} <= families.keys()
+    assert sum(family.tensors for family in families.values()) == 89
+    if not wish:
+        assert (found.comparison.kl, found.comparison.top1) == (0, 1)
+        assert set(found.comparison.drift.values()) == {0}
+
+
+def test_the_logits_are_those_of_the_models(source, good, tmp_path):
+    """Streamed a layer at a time, KL and agreement are those of the two models loaded whole."""
+    (tmp_path / "t.json").write_text(json.dumps([5, 77, 3, 3, 200, 41, 9, 250, 17, 5, 6, 7]))
+    found = verify(good, source, tmp_path / "t.json", max_kl=math.inf).comparison
+    ids = mx.array(json.loads((tmp_path / "t.json").read_text()))[None]
+    logits = [np.array(load_model(folder)(ids)[0], dtype=np.float64) for folder in (source, good)]
+    logs = [x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in logits]
+    kl = (np.exp(logs[0]) * (logs[0] - logs[1])).sum(-1)
+    assert found.tokens == 12
+    assert abs(found.kl - kl.mean()) <= 100 * STOCK * kl.mean()
+    assert abs(found.kl_max - kl.max()) <= 100 * STOCK * kl.max()
+    assert found.top1 == (logits[0].argmax(-1) == logits[1].argmax(-1)).mean()
+    assert 0 < kl.mean() < 10
+
+
+def test_without_a_source_the_folder_alone_is_checked(good):
+    found = verify(good)
+    assert found.ok and found.comparison is None
+    assert [c.what for c in found.checks] == [
+        "checksums", "tensors", "dtypes", "quantisation", "finite",
+    ]  # fmt: skip
+
+
+def test_a_flipped_bit_fails_the_checksum(bad):
+    victim = sorted(bad.glob("model-*"))[1]
+    data = bytearray(victim.read_bytes())
+    data[-5] ^= 4
+    victim.write_bytes(data)
+    assert victim.name in failed(verify(bad))["checksums"]
+
+
+def test_a_missing_or_truncated_file_is_found(bad):
+    victim = sorted(bad.glob("model-*"))[1]
+    victim.write_bytes(victim.read_bytes()[:-9])
+    found = failed(verify(bad))
+    assert victim.name in found["checksums"] and "truncated" in found["tensors"]
+    victim.unlink()
+    found = failed(verify(bad))
+    assert f"{victim.name} (missing)" in found["checksums"] and "missing" in found["tensors"]
+
+
+def test_a_missing_tensor_is_found(bad):
+    rewrite(bad, lambda tensors: tensors.pop("model.layers.1.self_attn.dt_bias"))
+    assert "model.layers.1.self_attn.dt_bias" in failed(verify(bad))["tensors"]
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_value_that_is_no_number_is_found(bad, value):
+    name = "model.layers.2.mlp.switch_mlp.up_proj.scales"
+
+    def change(tensors):
+        flat = tensors[name].reshape(-1)
+        tensors[name] = mx.concatenate([flat[:-1], mx.array([value])]).reshape(tensors[name].shape)
+
+    rewrite(bad, change)
+    assert failed(verify(bad)) == {"finite": f"1 are not: {name}"}
+
+
+def test_a_gate_parameter_in_16_bits_is_found(bad):
+    """Case E8: A_log rounded to bfloat16 loads anywhere and is wrong."""
+    name = "model.layers.0.self_attn.A_log"
+    rewrite(bad, lambda tensors: tensors.update({name: tensors[name].astype(mx.bfloat16)}))
+    assert name in failed(verify(bad))["dtypes"]
+
+
+def test_a_config_that_says_other_bits_is_found(bad):
+    edit_json(bad / "config.json", quantization={"bits": 8, "group_size": 32, "mode": "affine"})
+    assert "quantisation" in failed(verify(bad))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.1.mlp.switch_mlp.gate_proj",
+        "model.layers.3.self_attn.embed_q",
+        "model.layers.0.self_attn.b_proj",
+        "model.norm",
+    ],
+)
+def test_a_wrong_order_is_found_by_the_error_of_its_family(bad, source, name):
+    """Experts, heads or rows in another order: every shape is right and every number is wrong."""
+
+    def change(tensors):
+        for part in ("weight", "scales", "biases"):
+            if f"{name}.{part}" in tensors:
+                tensors[f"{name}.{part}"] = tensors[f"{name}.{part}"][::-1]
+
+    rewrite(bad, change)
+    found = failed(verify(bad, source, max_kl=math.inf, min_top1=0))
+    assert len(found) == 1
+    assert f"{name}.weight" in next(iter(found.values()))
+
+
+def test_another_source_is_found(good, tmp_path):
+    other = write_checkpoint(tmp_path / "other", seed=3)
+    found = failed(verify(good, other))
+    assert found["source"] == "another"
+    assert {"error of experts", "error of norms", "error of KDA gates"} <= found.keys()
+
+
+def test_bounds_of_the_user(good, source):
+    assert verify(good, source, max_kl=100, min_top1=0).ok
+    assert list(failed(verify(good, source, max_kl=1e-9, min_top1=0))) == ["KL divergence"]
+    assert list(failed(verify(good, source, max_kl=100, min_top1=1))) == ["top-1 agreement"]
+
+
+def test_a_source_that_is_quantised_is_compared_too(good, tmp_path):
+    convert(good, tmp_path / "plain", dequantize=True)
+    found = verify(tmp_path / "plain", good)
+    assert failed(found) == {}
+    assert found.comparison.kl < 1e-9
+
+
+def test_tied_embeddings_are_the_head(tmp_path):
+    tensors = {n: t for n, t in weights().items() if n != "lm_head.weight"}
+    source = write_checkpoint(tmp_path / "tied", tie_word_embeddings=True)
+    write_weights(source, tensors)
+    convert(source, tmp_path / "out")
+    found = verify(tmp_path / "out", source)
+    assert failed(found) == {} and (found.comparison.kl, found.comparison.top1) == (0, 1)
+
+
+def test_memory_is_that_of_a_unit(good, source, monkeypatch):
+    """No more than one layer's weights of each model are made at a time."""
+    import mlx_kda.convert.compare as module
+
+    seen, real = [], module._load
+    monkeypatch.setattr(module, "_load", lambda m, w, unit: (seen.append(set(w)), real(m, w, unit)))
+    layouts = [lay_out(open_source(folder), Wish()) for folder in (source, good)]
+    compare(*layouts, mx.array([[1, 2, 3]]))
+    assert len(seen) == 3 * (4 + 1)
+    assert all(len({".".join(name.split(".")[:3]) for name in names}) == 1 for names in seen)
+
+
+def test_bounds_by_packing():
+    form = {"bits": 4, "group_size": 64, "mode": "affine"}
+    assert weight_bound(form, mx.uint32, mx.float32) < 0.25
+    assert weight_bound(None, mx.float32, mx.float32) == 0
+    assert 0 < weight_bound(None, mx.bfloat16, mx.float32) < 1e-2
+
+
+# --- texts
+
+
+def test_texts_to_compare_on(good, tmp_path):
+    built_in = sample_tokens(good, 288, None, 2048)
+    assert built_in.shape[1] == ROW and built_in.max().item() < 288
+    (tmp_path / "t.txt").write_text("the end")
+    assert sample_tokens(good, 288, tmp_path / "t.txt", 2048).shape == (1, 5)
+    assert sample_tokens(good, 288, tmp_path / "t.txt", 3).shape == (1, 3)
+    (tmp_path / "t.json").write_text(json.dumps(list(range(200)) * 8))
+    assert sample_tokens(good, 288, tmp_path / "t.json", 1030).shape == (2, ROW)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "word"),
+    [
+        ("a.txt", b"\xff\xfe", "UTF-8"),
+        ("a.json", b"{", "JSON"),
+        ("a.json", b"{}", "list"),
+        ("a.json", b"[1, 900]", "below 288"),
+        ("a.json", b"[1, -1]", "below 288"),
+        ("a.json", b'["a", "b"]', "below 288"),
+        ("a.json", b"[1]", "fewer than two"),
+        ("a.txt", b"", "fewer than two"),
+        ("none.txt", None, "cannot be read"),
+    ],
+)
+def test_texts_that_are_refused(good, source, tmp_path, name, data, word, capsys):
+    if data is not None:
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(UserError, match=word):
+        verify(good, source, tmp_path / name)
+
+
+# --- the command
+
+
+def test_the_command(good, bad, source, tmp_path, capsys):
+    assert main(["verify", str(good), "--source", str(source)]) == 0
+    text = capsys.readouterr().out
+    for word in ("checksums", "error of experts", "KL divergence", "all is well"):
+        assert word in text
+    assert "FAIL" not in text
+    assert main(["verify", str(good), "--source", str(source), "--max-kl", "0", "--json"]) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["ok"] is False and facts["comparison"]["families"]["experts"]["error"] > 0.01
+    sorted(bad.glob("model-*"))[0].unlink()
+    assert main(["verify", str(bad)]) == 1
+    assert "FAIL" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["nowhere"], "config.json"),
+        (["OUT", "--source", "nowhere"], "no such folder"),
+        (["OUT", "--tokens", "x"], "--source"),
+        (["OUT", "--source", "OTHER"], "another model"),
+    ],
+)
+def test_mistakes_end_in_one_line(good, tmp_path, arguments, word, capsys):
+    if "OTHER" in arguments:
+        tensors = {n: t for n, t in weights().items() if ".layers.3." not in n}
+        linear = {"kda_layers": [1, 2, 3], "full_attn_layers": [], "num_heads": 2}
+        linear |= {"head_dim": 32, "short_conv_kernel_size": 4}
+        other = write_checkpoint(tmp_path / "other", num_hidden_layers=3, linear_attn_config=linear)
+        write_weights(other, tensors)
+        arguments = [*arguments[:2], str(other)]
+    assert main(["verify", *(str(good) if a == "OUT" else a for a in arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and word in err and err.count("\n") == 1
