@@ -122,7 +122,7 @@ class Context:
             mx.clear_cache()
 
     def _absorb(self, chunk: list[int], last: bool) -> None:
-        with self._whole():
+        with self._whole(len(chunk)):
             if last:
                 self.logits = self._last_logits(mx.array(chunk))
                 finite = mx.isfinite(self.logits).all()
@@ -234,7 +234,7 @@ class Context:
         token = sampling.draw(self.logits, history, len(self.tokens))
         mx.async_eval(token, finite)
         for n in range(max_tokens):
-            with self._whole():
+            with self._whole(1):
                 # The next step is on its way before this token is read.
                 self.logits = self._last_logits(token)
                 if history is not None:
@@ -264,9 +264,9 @@ class Context:
         return [layer.state for layer in self.cache if not layer.empty()]
 
     @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """A step is absorbed by every layer, or by none."""
-        before = marks.mark(self.cache) if marks.can_mark(self.cache) else None
+    def _whole(self, tokens: int) -> Iterator[None]:
+        """A step of so many tokens is absorbed by every layer, or by none."""
+        before = marks.mark(self.cache, tokens) if marks.can_mark(self.cache) else None
         offset, logits = len(self.tokens), self.logits
         try:
             yield

@@ -21,6 +21,7 @@ NGRAMS = (4, 3, 2)  # lengths of the ending that is looked up, the longest first
 SPAN = 65_536  # tokens back from the end that are searched
 # Tokens read again with the next guess after a wrong one; beyond, they are read once and for all.
 REPLAY = 8
+AHEAD = REPLAY + 1 + 2 * MOST  # no pass is over more tokens
 
 
 @dataclass
@@ -79,7 +80,7 @@ def decode(
     if max_tokens <= 0:
         return
     index = Index(context.tokens[-SPAN:])
-    anchor = marks.mark(context.cache)
+    anchor = marks.mark(context.cache, AHEAD)
     since: list[int] = []  # yielded after the anchor
     check_finite(mx.isfinite(context.logits).all(), len(context.tokens))
     token = sampling.draw(context.logits, mx.array(context.tokens), len(context.tokens)).item()
@@ -109,7 +110,7 @@ def decode(
             if right == len(guess):
                 context.tokens += since
                 context.logits = logits
-                anchor, since = marks.mark(context.cache), []
+                anchor, since = marks.mark(context.cache, AHEAD), []
             else:
                 marks.restore(context.cache, anchor)
     finally:

@@ -9,6 +9,7 @@ from tolerances import MODEL_SPLIT, PACKED_SPLIT
 
 from mlx_kda.cache import store
 from mlx_kda.cache.checkpoints import Checkpoint, Checkpoints
+from mlx_kda.cache.policy import SPARE
 from mlx_kda.context import Context
 from mlx_kda.errors import UserError
 
@@ -135,7 +136,7 @@ def test_checkpoints_say_what_they_hold(model):
     logits = 128 * 4
     assert read(model, IDS[:200]).take().nbytes == states + logits
     assert read(model, IDS[:200], "int8").take().nbytes == states + logits
-    ring = (20 + 3) * (32 + 32) * 4
+    ring = (20 + 3 + SPARE) * (32 + 32) * 4
     assert read(model, IDS[:200], "window:20+3").take().nbytes == states + logits + ring
 
 

@@ -9,6 +9,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from tolerances import INT8_LATENTS, LAYER_FLOAT32, MODEL_SPLIT, PACKED_SPLIT
 
 from mlx_kda.cache import LatentCache, Policy, make_cache, store
+from mlx_kda.cache.policy import SPARE
 from mlx_kda.cache.store import TAIL
 from mlx_kda.context import Context
 from mlx_kda.errors import UserError
@@ -56,7 +57,7 @@ def test_a_window_is_the_mask_that_says_so(window, sinks, lengths):
     mask = (k <= q) & ((k > q - window) | (k < sinks))
     got, cache = through(made, x, f"window:{window}+{sinks}", lengths)
     assert difference(got, made(x, mask)) < LAYER_FLOAT32
-    assert cache.state[0].shape[2] == window + sinks
+    assert cache.state[0].shape[2] == window + sinks + SPARE
 
 
 @pytest.mark.parametrize("form", ["absorbed", "expanded"])

@@ -36,9 +36,12 @@ class LatentCache:
         rows = (*self.packing[0].pack(latents), *self.packing[1].pack(shared))
         first, T = self.offset, latents.shape[2]
         window, sinks = self.policy.window, self.policy.sinks
-        if window is None or T == 1:
+        if window is None:
             self.store.append(rows)
             parts, mask = self.store.parts(), None if T == 1 else Causal(first)
+        elif T == 1:
+            self.store.append(rows)
+            parts, mask = self.store.parts(), self.store.mask()
         else:
             # Queries early in the chunk still see rows that its end overwrites.
             parts = [*self.store.parts(), rows]

@@ -16,13 +16,16 @@ from .latents import LatentCache
 Mark = list[Any]
 
 
-def mark(cache: list[Any]) -> Mark:
+def mark(cache: list[Any], ahead: int | None = None) -> Mark:
     """Where the cache is now. Holds arrays by reference: valid while only ``restore`` goes back.
+
+    With ``ahead`` the mark is good for going back over so many tokens, and lets a ring be written
+    in place where those are few.
 
     MLX arrays are values, so what a later step computes never shows in it; what it holds stays
     allocated.
     """
-    return [_mark(entry) for entry in cache]
+    return [_mark(entry, ahead) for entry in cache]
 
 
 def restore(cache: list[Any], point: Mark) -> None:
@@ -37,7 +40,7 @@ def restore(cache: list[Any], point: Mark) -> None:
 
 
 def settle(point: Mark) -> Mark:
-    """The mark with copies of its own, evaluated, that keep no larger buffer alive."""
+    """The mark with arrays of its own, evaluated, that keep no larger buffer alive."""
     arrays = {id(a): mx.contiguous(a) for a in _arrays(point)}
     settled = _mapped(point, lambda a: arrays[id(a)])
     mx.eval(list(arrays.values()))
@@ -69,9 +72,9 @@ def check(cache: list[Any]) -> None:
         raise UserError(f"a cache of {', '.join(sorted(kinds))} cannot be rewound or copied")
 
 
-def _mark(entry: Any) -> Any:
+def _mark(entry: Any, ahead: int | None) -> Any:
     if isinstance(entry, LatentCache):
-        return entry.store.mark()
+        return entry.store.mark(ahead)
     return entry.offset if isinstance(entry, KVCache) else list(entry.cache)
 
 

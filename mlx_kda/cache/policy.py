@@ -12,6 +12,7 @@ EXAMPLES = (
 )
 SHARED_BITS = 8  # the shared keys are few and steer every head: never below 8 bits
 GROUP_SIZES = (64, 32)
+SPARE = 32  # rows of a ring beyond its window: so many tokens are taken back without a copy of it
 _WINDOW = re.compile(r"window:([0-9]+)(?:\+([0-9]+))?")
 _BITS = {"int8": 8, "int4": 4}
 
@@ -66,7 +67,7 @@ class Policy:
     @property
     def slots(self) -> int | None:
         """Rows of the fixed ring, None where latents grow with the text."""
-        return None if self.window is None else self.window + self.sinks
+        return None if self.window is None else self.sinks + self.window + SPARE
 
     def row_bytes(self, rank: int, shared: int, dtype: mx.Dtype) -> int:
         """Bytes of one token in one layer: a latent of ``rank`` numbers and its shared key."""

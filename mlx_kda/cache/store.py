@@ -6,8 +6,12 @@ one before must not write into a long array. ``Blocks`` writes steps into a shor
 the tail into the long blocks once every ``TAIL`` tokens, when nothing is in flight.
 """
 
-import mlx.core as mx
+import functools
 
+import mlx.core as mx
+import numpy as np
+
+from .policy import SPARE
 from .rows import Arrays
 
 TAIL = 256
@@ -81,7 +85,7 @@ class Blocks:
     def arrays(self) -> list[mx.array]:
         return [a for block in self.blocks for a in block] + list(self.tail or ())
 
-    def mark(self) -> int:
+    def mark(self, ahead: int | None = None) -> int:
         """The length is enough to come back: rows before it are never written again."""
         return self.length
 
@@ -111,30 +115,32 @@ class Blocks:
 class Ring:
     """The first ``sinks`` rows and the last ``window`` of the others, in slots of fixed number.
 
-    Row p < sinks has slot p; any later row has slot sinks + (p - sinks) mod window. The slots in
-    use are always the first ones.
+    Row p < sinks has slot p; any later row has slot sinks + (p - sinks) mod (window + SPARE). The
+    slots in use are always the first ones. The spare rows are out of the window already, so that
+    the last few tokens can be taken back by forgetting them.
     """
 
     def __init__(self, window: int, sinks: int):
         self.window, self.sinks = window, sinks
+        self.turn = window + SPARE  # slots that rows after the sinks go round in
         self.slots: Arrays | None = None
         self.length = 0
 
     @property
     def used(self) -> int:
-        return min(self.length, self.window + self.sinks)
+        return min(self.length, self.sinks + self.turn)
 
     def append(self, rows: Arrays) -> None:
         if self.slots is None:
-            self.slots = tuple(_empty(a, self.window + self.sinks) for a in rows)
+            self.slots = tuple(_empty(a, self.sinks + self.turn) for a in rows)
         p, end = self.length, self.length + rows[0].shape[2]
         while p < end:
             if p < self.sinks:
                 slot, n = p, min(self.sinks, end) - p
             else:
-                p = max(p, end - self.window)  # what would be overwritten at once is left out
-                place = (p - self.sinks) % self.window
-                slot, n = self.sinks + place, min(end - p, self.window - place)
+                p = max(p, end - self.turn)  # what would be overwritten at once is left out
+                place = (p - self.sinks) % self.turn
+                slot, n = self.sinks + place, min(end - p, self.turn - place)
             piece = tuple(a[:, :, p - self.length : p - self.length + n] for a in rows)
             self.slots = _written(self.slots, slot, piece)
             p += n
@@ -145,19 +151,29 @@ class Ring:
 
     def positions(self) -> mx.array:
         """int32 [used]: the position of the row in each slot."""
-        slot = mx.arange(self.used)
-        # The last row written to a slot: the latest p < length with that remainder.
-        turn = (self.length - 1 - slot) // self.window * self.window
-        return mx.where(slot < self.sinks, slot, slot + mx.maximum(turn, 0))
+        return _positions(self.length, self.used, self.sinks, self.turn)
+
+    def mask(self) -> mx.array | None:
+        """bool [1, used]: what the last token sees; None where that is all."""
+        if self.length <= self.sinks + self.window:
+            return None
+        return _last_mask(self.length, self.used, self.sinks, self.turn, self.window)
 
     def arrays(self) -> list[mx.array]:
         return list(self.slots or ())
 
-    def mark(self) -> tuple[int, Arrays | None]:
-        """The slots themselves: a ring overwrites its past."""
+    def mark(self, ahead: int | None = None) -> int | tuple[int, Arrays | None]:
+        """The length, where at most ``ahead`` spare rows will be taken back; else the slots too."""
+        if ahead is not None and ahead <= SPARE:
+            return self.length
         return self.length, None if self.slots is None else _handles(self.slots)
 
-    def back(self, mark: tuple[int, Arrays | None]) -> None:
+    def back(self, mark: int | tuple[int, Arrays | None]) -> None:
+        if isinstance(mark, int):
+            if self.length - mark > SPARE:
+                raise RuntimeError(f"{self.length - mark} rows to take back, {SPARE} are spare")
+            self.length = mark
+            return
         self.length, slots = mark
         self.slots = None if slots is None else _handles(slots)
 
@@ -171,6 +187,25 @@ class Ring:
 
     def load(self, arrays: Arrays, length: int) -> None:
         self.slots, self.length = arrays, length
+
+
+# All layers ask the same in a step. Made by numpy, they are values at once and belong to no graph.
+@functools.lru_cache(maxsize=4)
+def _positions(length: int, used: int, sinks: int, turn: int) -> mx.array:
+    return mx.array(_latest(length, used, sinks, turn))
+
+
+@functools.lru_cache(maxsize=4)
+def _last_mask(length: int, used: int, sinks: int, turn: int, window: int) -> mx.array:
+    positions = _latest(length, used, sinks, turn)
+    return mx.array(((positions >= length - window) | (positions < sinks))[None])
+
+
+def _latest(length: int, used: int, sinks: int, turn: int) -> np.ndarray:
+    """int32 [used]: the last row written to each slot, the latest p < length that goes there."""
+    slot = np.arange(used, dtype=np.int32)
+    rounds = (length - 1 - slot) // turn * turn
+    return np.where(slot < sinks, slot, slot + rounds)
 
 
 def _empty(like: mx.array, rows: int) -> mx.array:
