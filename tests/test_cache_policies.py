@@ -10,6 +10,7 @@ from tolerances import INT8_LATENTS, LAYER_FLOAT32, MODEL_SPLIT, PACKED_SPLIT
 
 from mlx_kda.cache import LatentCache, Policy, make_cache, store
 from mlx_kda.cache.policy import SPARE
+from mlx_kda.cache.report import report
 from mlx_kda.cache.store import TAIL
 from mlx_kda.context import Context
 from mlx_kda.errors import UserError
@@ -148,6 +149,25 @@ def test_int8_stays_near_exact():
         model, ids = tiny_model(**changes), tokens(300)
         got = run(model, ids, [200, 100], make_cache(model, "int8"))
         assert 0 < difference(got, model(ids)) < INT8_LATENTS
+
+
+@pytest.mark.parametrize(
+    ("policy", "layers"),
+    [("window:16+2", [1, 3]), ("window:16,int8", [1]), ("exact", [1, 2, 3, 4])],
+)
+def test_memory_is_constant_with_a_window_or_without_attention(policy, layers):
+    full = [i for i in range(1, 5) if i not in layers]
+    model = tiny_model(kda_layers=layers, full_attn_layers=full, num_experts=0)
+    context = Context(model, policy=policy)
+    sizes = set()
+    for length in (1, 40, 300):
+        context.prefill(tokens(length)[0].tolist(), step=64)
+        list(context.decode(5))
+        sizes.add(context.nbytes)
+        assert [one.bytes_at(7) for one in report(model, policy)] == [
+            entry.nbytes for entry in context.cache
+        ]
+    assert len(sizes) == 1
 
 
 @pytest.mark.parametrize("policy", ["exact", "int8", "int4", "window:64+4", "window:64,int8"])

@@ -365,3 +365,17 @@ def test_messages_that_are_none_are_refused(tiny_model, messages):
 def test_regenerate_needs_a_message(tiny_model):
     with pytest.raises(UserError, match="no message to answer"):
         Session(*tiny_model).regenerate()
+
+
+def test_logits_that_are_not_finite_end_the_answer_and_lose_no_message(tokenizer):
+    """One clear line; the messages are kept, and the next turn reads everything anew."""
+    start = len(chat_ids(tokenizer, [{"role": "user", "content": "hi"}]))
+    model = Scripted(VOCABULARY, start=start, script=list(b"words"), poison=start + 2)
+    session = Session(model, tokenizer)
+    with pytest.raises(UserError, match="not finite"):
+        list(session.send("hi", max_tokens=5))
+    assert [m["role"] for m in session.messages] == ["user", "assistant"]
+    assert session.tokens == [] and len(session.context.checkpoints) == 0
+    model.poison = None
+    _, statistics = turn(session, "so")
+    assert statistics.reused_tokens == 0 and session.messages[0]["content"] == "hi"
