@@ -1,8 +1,8 @@
-"""The self-check: a layer's kernels against MLX's operations, on this machine, before they count.
+"""The self-check: a model's kernels against MLX's operations, on this machine, before they count.
 
 A GPU drops a launch that is too large and a fast-math compiler may undo a careful sum, both without
-a word. So before a model's KDA layers use kernels on a machine for the first time, each kernel that
-they need computes what the operations compute, and a kernel that fails is not used.
+a word. So before a model uses kernels on a machine for the first time, each kernel that it needs
+computes what the operations compute, and if one fails none is used.
 """
 
 import contextlib
@@ -20,6 +20,8 @@ import numpy as np
 
 from . import __version__
 from .files import cache_dir, write_text
+from .kernels.layer import warm_up
+from .layers import MoE
 from .layers.kda import KimiDeltaAttention, Memory, Projections
 
 # Tokens of the check of each kernel: decode of one token and of its most, the recurrent kernel, and
@@ -28,6 +30,7 @@ LENGTHS = (1, 8, 16, 45)
 # Norm of the difference over norm of the operations' result, by dtype of the activations. float32:
 # two paths of a few 1e-7 each. 16 bit: the paths round q, k, v and o at different places.
 BOUNDS = {mx.float32: 5e-6, mx.float16: 5e-3, mx.bfloat16: 4e-2}
+NONE = "no kernel"
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,18 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        return self.error is not None and self.error <= self.bound
+        """Right, or not there at all: then the operations run, which is no fault."""
+        return self.kernel == NONE or (self.error is not None and self.error <= self.bound)
+
+
+def check_model(model: Any, dtype: mx.Dtype, runner: str) -> Iterator[Verdict]:
+    """The kernels that a model needs: those of its KDA layers and of its routers."""
+    if model.kda_layers:
+        yield from check(model.kda_layers[0], dtype, runner)
+    for layer in model.layers:
+        if isinstance(layer.mlp, MoE):
+            yield check_router(layer.mlp, runner)
+            return
 
 
 def check(layer: KimiDeltaAttention, dtype: mx.Dtype, runner: str) -> Iterator[Verdict]:
@@ -57,11 +71,44 @@ def check(layer: KimiDeltaAttention, dtype: mx.Dtype, runner: str) -> Iterator[V
         for T in LENGTHS:
             choice = layer.choose(T, dtype)
             if choice.kernel is None:
-                yield Verdict("none", T, None, BOUNDS[dtype], choice.reason)
+                yield Verdict(NONE, T, None, BOUNDS[dtype], choice.reason)
             else:
                 yield _check_one(layer, choice.kernel, T, dtype)
     finally:
         layer.runner = before
+
+
+def check_router(moe: MoE, runner: str) -> Verdict:
+    """The router's kernel against its operations on 16 tokens.
+
+    What must agree is how good the choice is, and its weights: two experts as good as each other
+    may change places.
+    """
+    T, E, bound = 16, moe.e_score_correction_bias.size, BOUNDS[mx.float32]
+    before, moe.runner = moe.runner, runner
+    try:
+        if not moe.by_kernel():
+            return Verdict(NONE, T, None, bound, "the router has no kernel for its sizes")
+        rng = np.random.default_rng(E)
+        logits = mx.array(rng.standard_normal((1, T, E)).astype(np.float32))
+        got = _routed(moe, logits)
+        moe.runner = "ops"
+        truth = _routed(moe, logits)
+    except Exception as error:  # whatever a compiler or a GPU comes up with
+        return Verdict("moe_route", T, None, bound, _line(error))
+    finally:
+        moe.runner = before
+    worst = max(_difference(g, t) for g, t in zip(got, truth, strict=True))
+    reason = "" if worst <= bound else "differs from the operations"
+    return Verdict("moe_route", T, worst, bound, reason)
+
+
+def _routed(moe: MoE, logits: mx.array) -> list[np.ndarray]:
+    """How good each token's choices are, and its weights, both in order."""
+    chosen, weights = moe.route(logits, mx.float32)
+    scores = mx.sigmoid(logits) if moe.activation == "sigmoid" else mx.softmax(logits, axis=-1)
+    values = mx.take_along_axis(scores + moe.e_score_correction_bias, chosen, axis=-1)
+    return [np.sort(np.array(x, dtype=np.float64), axis=-1) for x in (values, weights)]
 
 
 def _check_one(layer: KimiDeltaAttention, kernel: str, T: int, dtype: mx.Dtype) -> Verdict:
@@ -71,11 +118,14 @@ def _check_one(layer: KimiDeltaAttention, kernel: str, T: int, dtype: mx.Dtype) 
     try:
         got = _flat(*layer.mix_kernels(*inputs))
     except Exception as error:  # whatever a compiler or a GPU comes up with
-        line = " ".join(str(error).split())
-        return Verdict(kernel, T, None, bound, f"{type(error).__name__}: {line[:300]}")
+        return Verdict(kernel, T, None, bound, _line(error))
     worst = max(_difference(g, t) for g, t in zip(got, truth, strict=True))
     reason = "" if worst <= bound else "differs from the operations"
     return Verdict(kernel, T, worst, bound, reason)
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _inputs(layer: KimiDeltaAttention, T: int, dtype: mx.Dtype) -> tuple[Projections, Memory]:
@@ -107,25 +157,25 @@ def _difference(x: np.ndarray, truth: np.ndarray) -> float:
     return float(np.linalg.norm(x - truth) / max(np.linalg.norm(truth), 1e-30))
 
 
-def ensure(model: Any, dtype: mx.Dtype) -> list[Verdict]:
-    """Check a model's kernels once on a machine; on a failure go over to the operations, loudly.
+def prepare(model: Any, dtype: mx.Dtype) -> list[Verdict]:
+    """Check a model's kernels once on a machine and compile them; on a failure use operations.
 
     Does nothing where the model does not run on Metal. What was found is remembered for this chip,
-    macOS, MLX, package version, kernel text and kind of layer, in ``cache_dir()/checks.json``.
+    macOS, MLX, package version, kernel text and kind of layer, in ``cache_dir()/checks.json``. A
+    failure is told loudly, and the operations take over.
 
     Returns:
         The verdicts, remembered or new; [] where there was nothing to check.
     """
     if model.runner != "metal" or not model.kda_layers:
         return []
-    layer = model.kda_layers[0]
-    key = _key(layer, dtype)
+    key = _key(model, dtype)
     known = _remembered()
     if key in known:
         verdicts = [Verdict(**entry) for entry in known[key]]
     else:
-        print(f"checking {model.runner} kernels, once on this machine ...", file=sys.stderr)
-        verdicts = list(check(layer, dtype, model.runner))
+        _say("checking the Metal kernels, once on this machine ...")
+        verdicts = list(check_model(model, dtype, model.runner))
         _remember({**known, key: [asdict(v) for v in verdicts]})
     failed = [v for v in verdicts if not v.ok]
     if failed:
@@ -136,14 +186,32 @@ def ensure(model: Any, dtype: mx.Dtype) -> list[Verdict]:
             "(mlx-kda doctor shows all)",
             stacklevel=3,
         )
+    elif key in known:  # the check compiles them all
+        warm_up(
+            [layer.kernel_parameters() for layer in model.kda_layers],
+            dtype,
+            runner=model.runner,
+            progress=_progress,
+        )
     return verdicts
+
+
+def _progress(done: int, total: int, what: str) -> None:
+    if what and sys.stderr.isatty():
+        _say(f"compiling kernel {done + 1} of {total}: {what}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def describe(verdict: Verdict) -> str:
     """One verdict in words."""
     what = f"{verdict.kernel} on {verdict.tokens} tokens"
-    if verdict.ok:
+    if verdict.ok and verdict.error is not None:
         return f"{what}: error {verdict.error:.1e}, at most {verdict.bound:.0e}"
+    if verdict.kernel == NONE:
+        return f"{what}, MLX's operations run: {verdict.reason}"
     if verdict.error is None:
         return f"{what} did not run: {verdict.reason}"
     return f"{what} {verdict.reason}: error {verdict.error:.1e}, at most {verdict.bound:.0e}"
@@ -164,16 +232,23 @@ def machine() -> dict[str, str]:
     }
 
 
-def _key(layer: KimiDeltaAttention, dtype: mx.Dtype) -> str:
+def _key(model: Any, dtype: mx.Dtype) -> str:
+    layer = model.kda_layers[0]
     law = "softplus" if layer.lower_bound is None else "bounded"
     kind = f"{layer.head_dim} {layer.taps} {law} {dtype}"
-    return " | ".join([*machine().values(), _kernel_hash(), kind])
+    routers = {
+        f"{m.e_score_correction_bias.size} {m.top_k} {m.groups} {m.kept_groups} {m.activation}"
+        for m in (each.mlp for each in model.layers)
+        if isinstance(m, MoE)
+    }
+    return " | ".join([*machine().values(), _kernel_hash(), kind, *sorted(routers)])
 
 
 def _kernel_hash() -> str:
-    from .kernels.sources import SOURCES
+    from .kernels.sources import MOE_SOURCES, SOURCES
 
-    text = "".join(source.header + source.body for source in SOURCES.values())
+    sources = (SOURCES | MOE_SOURCES).values()
+    text = "".join(source.header + source.body for source in sources)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -9,7 +9,7 @@ from helpers.tiny import tiny_model
 from mlx_kda import doctor
 from mlx_kda.cli.main import main
 from mlx_kda.kernels import layer as kernels
-from mlx_kda.layers import KimiDeltaAttention
+from mlx_kda.layers import KimiDeltaAttention, moe
 
 
 @pytest.fixture(autouse=True)
@@ -86,27 +86,34 @@ def on_metal(monkeypatch):
     monkeypatch.setattr(
         kernels, "mix", lambda *a, **k: right(*a, **{**k, "runner": "emulator-fast"})
     )
+    router = moe.moe_route
+    monkeypatch.setattr(
+        moe, "moe_route", lambda *a, **k: router(*a, **{**k, "runner": "emulator-fast"})
+    )
     return model
 
 
 def test_first_use_checks_once_and_remembers(on_metal, own_cache, monkeypatch, capsys):
-    verdicts = doctor.ensure(on_metal, mx.float32)
-    assert len(verdicts) == 4 and all(v.ok for v in verdicts)
+    verdicts = doctor.prepare(on_metal, mx.float32)
+    assert len(verdicts) == 5 and all(v.ok for v in verdicts)
     assert "once on this machine" in capsys.readouterr().err
     assert on_metal.runner == "metal"
-    monkeypatch.setattr(doctor, "check", lambda *_: pytest.fail("checked again"))
-    assert doctor.ensure(on_metal, mx.float32) == verdicts
+    monkeypatch.setattr(doctor, "check_model", lambda *_: pytest.fail("checked again"))
+    compiled = []
+    monkeypatch.setattr(doctor, "warm_up", lambda layers, *_, **__: compiled.append(len(layers)))
+    assert doctor.prepare(on_metal, mx.float32) == verdicts
+    assert compiled == [3]
     assert [p.name for p in own_cache.iterdir()] == ["checks.json"]
 
 
 @pytest.mark.parametrize("what", ["chip", "system", "mlx", "mlx-kda"])
 def test_another_machine_or_version_checks_again(on_metal, monkeypatch, what):
-    doctor.ensure(on_metal, mx.float32)
+    doctor.prepare(on_metal, mx.float32)
     other = {**doctor.machine(), what: "another"}
     monkeypatch.setattr(doctor, "machine", lambda: other)
     asked = []
-    monkeypatch.setattr(doctor, "check", lambda *a: asked.append(a) or iter([]))
-    doctor.ensure(on_metal, mx.float32)
+    monkeypatch.setattr(doctor, "check_model", lambda *a: asked.append(a) or iter([]))
+    doctor.prepare(on_metal, mx.float32)
     assert asked
 
 
@@ -115,7 +122,7 @@ def test_a_failure_goes_over_to_the_operations_loudly(on_metal, monkeypatch):
     for _ in range(2):  # found, then remembered
         on_metal.use_runner("metal", "a test")
         with pytest.warns(UserWarning, match="switched off.*kda_decode on 1 tokens differs"):
-            doctor.ensure(on_metal, mx.float32)
+            doctor.prepare(on_metal, mx.float32)
         assert on_metal.runner == "ops" and "self-check failed" in on_metal.runner_reason
         assert all(layer.runner == "ops" for layer in on_metal.kda_layers)
 
@@ -123,11 +130,11 @@ def test_a_failure_goes_over_to_the_operations_loudly(on_metal, monkeypatch):
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"x": 1}'])
 def test_a_spoilt_memory_is_forgotten(on_metal, own_cache, text):
     (own_cache / "checks.json").write_text(text)
-    assert len(doctor.ensure(on_metal, mx.float32)) == 4
+    assert len(doctor.prepare(on_metal, mx.float32)) == 5
 
 
 def test_nothing_is_checked_without_metal():
-    assert doctor.ensure(tiny_model(), mx.float32) == []
+    assert doctor.prepare(tiny_model(), mx.float32) == []
 
 
 def test_the_command(capsys):
@@ -135,7 +142,7 @@ def test_the_command(capsys):
     assert "no kernel to check" in capsys.readouterr().out
     assert main(["doctor", "--runner", "emulator-fast", "--heads", "1", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["runner"] == "emulator-fast" and len(report["checks"]) == 4
+    assert report["runner"] == "emulator-fast" and len(report["checks"]) == 5
     assert main(["doctor", "--runner", "abacus"]) == 2
     assert "unknown runner 'abacus'" in capsys.readouterr().err
 
@@ -144,3 +151,29 @@ def test_the_command_fails_on_a_wrong_kernel(monkeypatch, capsys):
     _spoil(monkeypatch, lambda y, m: (mx.zeros_like(y), m))
     assert main(["doctor", "--runner", "emulator-fast", "--heads", "1"]) == 1
     assert "BAD kda_decode on 1 tokens differs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda c, w: (mx.zeros_like(c), w),
+        lambda c, w: (c, w * 1.001),
+        lambda c, w: (c, w + mx.nan),
+    ],
+    ids=["dropped launch", "weights", "nan"],
+)
+def test_a_wrong_router_is_seen(monkeypatch, change):
+    block = moe.MoE(16, 8, 64, top_k=4, scale=2.0).eval()
+    assert doctor.check_router(block, "emulator-fast").ok
+    right = moe.moe_route
+    monkeypatch.setattr(moe, "moe_route", lambda *a, **k: change(*right(*a, **k)))
+    verdict = doctor.check_router(block, "emulator-fast")
+    assert not verdict.ok and "moe_route on 16 tokens differs" in doctor.describe(verdict)
+    assert block.runner == "ops"
+
+
+def test_sizes_without_a_kernel_are_no_fault():
+    layer = KimiDeltaAttention(16, 1, 24, taps=4, norm_eps=1e-5).eval()
+    verdicts = list(doctor.check(layer, mx.float32, "emulator-fast"))
+    assert all(v.ok and v.kernel == doctor.NONE for v in verdicts)
+    assert "operations run: Dk = 24 is not a multiple of 32" in doctor.describe(verdicts[0])

@@ -5,6 +5,7 @@ Without MODEL the shapes of Kimi Linear 48B are checked, with random weights.
 
 import argparse
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from mlx_kda.cli import common
@@ -27,8 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import mlx.core as mx
-
     from mlx_kda import doctor
     from mlx_kda.kernels import resolve
 
@@ -45,14 +44,12 @@ def run(args: argparse.Namespace) -> int:
         print(f"KDA layers run by: {runner} ({reason})")
     verdicts = []
     if runner != "ops":
-        layer, dtype = _layer(args.model, args.heads or 32)
-        for verdict in doctor.check(layer, dtype, runner):
+        for verdict in _verdicts(args.model, args.heads or 32, runner):
             verdicts.append(verdict)
             report["checks"].append({"ok": verdict.ok, **vars(verdict)})
             if not args.json:
                 mark = "ok " if verdict.ok else "BAD"
                 print(f"{mark} {doctor.describe(verdict)}", flush=True)
-        mx.synchronize()
     if args.json:
         print(json.dumps(report))
     elif runner == "ops":
@@ -60,19 +57,20 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(v.ok for v in verdicts) else 1
 
 
-def _layer(folder: str | None, heads: int) -> Any:
-    """(a KDA layer, dtype of its activations) of a model, or of the 48B's shape."""
+def _verdicts(folder: str | None, heads: int, runner: str) -> Iterator[Any]:
+    """The checks of a model's kernels, or of kernels for the 48B's shapes with random weights."""
     import mlx.core as mx
 
-    from mlx_kda.errors import UserError
-    from mlx_kda.layers import KimiDeltaAttention
+    from mlx_kda import doctor
+    from mlx_kda.layers import KimiDeltaAttention, MoE
 
-    if folder is None:
-        layer = KimiDeltaAttention(64, heads, 128, taps=4, norm_eps=1e-5)
-        layer.dt_bias = mx.random.uniform(-4, 1, layer.dt_bias.shape)
-        layer.eval()
-        return layer, mx.bfloat16
-    model = common.load_model(folder)
-    if not model.kda_layers:
-        raise UserError(f"{folder} has no KDA layer, so no kernel to check")
-    return model.kda_layers[0], model.model.norm.weight.dtype
+    if folder is not None:
+        model, _ = common.load_model(folder)
+        yield from doctor.check_model(model, model.model.norm.weight.dtype, runner)
+        return
+    layer = KimiDeltaAttention(64, heads, 128, taps=4, norm_eps=1e-5)
+    layer.dt_bias = mx.random.uniform(-4, 1, layer.dt_bias.shape)
+    yield from doctor.check(layer.eval(), mx.bfloat16, runner)
+    moe = MoE(64, 32, 256, top_k=8, scale=2.446)
+    moe.e_score_correction_bias = mx.random.uniform(6.8, 7.1, (256,))
+    yield doctor.check_router(moe.eval(), runner)

@@ -117,7 +117,10 @@ class MoE(nn.Module):
 
     def select(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """Experts chosen and their weights, of x's dtype or float32, for x [..., hidden]."""
-        logits = self.gate(x.astype(mx.float32))
+        return self.route(self.gate(x.astype(mx.float32)), x.dtype)
+
+    def route(self, logits: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+        """Experts chosen and their weights for float32 logits [..., experts]."""
         options = {
             "top_k": self.top_k,
             "groups": self.groups,
@@ -127,11 +130,12 @@ class MoE(nn.Module):
             "scale": self.scale,
         }
         bias = self.e_score_correction_bias
-        if self._by_kernel():
-            return moe_route(logits, bias, **options, dtype=x.dtype, runner=self.runner)
+        if self.by_kernel():
+            return moe_route(logits, bias, **options, dtype=dtype, runner=self.runner)
         return route(logits, bias, **options)
 
-    def _by_kernel(self) -> bool:
+    def by_kernel(self) -> bool:
+        """Whether the router's kernel runs: asked for, fitting, and no gradient wanted."""
         if self.runner == "ops" or self.training:
             return False
         return route_supported(self.e_score_correction_bias.size, self.top_k, self.groups)[0]

@@ -42,7 +42,7 @@ def load_model(path: str | Path, runner: str = "auto") -> nn.Module:
 
 def _build(source: "Source", runner: str) -> nn.Module:
     from ..convert.families import map_checkpoint
-    from ..doctor import ensure
+    from ..doctor import prepare
 
     module = family(source.config)
     args, mapping = map_checkpoint(source.config, source.tensors)
@@ -57,7 +57,7 @@ def _build(source: "Source", runner: str) -> nn.Module:
     mx.eval(model.parameters())
     model.merge()
     model.eval()
-    ensure(model, model.model.norm.weight.dtype)
+    prepare(model, model.model.norm.weight.dtype)
     return model
 
 
