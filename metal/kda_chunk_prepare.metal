@@ -69,7 +69,7 @@ const int valid = clamp(min(int(lengths[b]), T) - first, 0, int(KDA_CHUNK));
 const float scale = params[0];
 const float bound = params[1];
 const bool raw = GATE == KDA_GATE_SOFTPLUS || GATE == KDA_GATE_BOUNDED;
-const float rate = raw ? exp(float(A_log[hv])) : 1.0f;
+const float rate = raw ? metal::precise::exp(float(A_log[hv])) : 1.0f;
 const size_t place = size_t(head) * chunks + chunk;
 
 if (tid < KDA_CHUNK) {

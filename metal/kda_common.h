@@ -31,7 +31,7 @@ enum KdaBeta {
 
 // exp(-|x|) is at most 1, so neither branch overflows.
 KDA_FUNC float kda_sigmoid(float x) {
-  const float e = exp(-fabs(x));
+  const float e = metal::precise::exp(-fabs(x));
   const float s = 1.0f / (1.0f + e);
   return x < 0.0f ? e * s : s;
 }
@@ -52,7 +52,7 @@ KDA_FUNC float kda_log1p(float x) {
 }
 
 KDA_FUNC float kda_softplus(float x) {
-  return max(x, 0.0f) + kda_log1p(exp(-fabs(x)));
+  return max(x, 0.0f) + kda_log1p(metal::precise::exp(-fabs(x)));
 }
 
 // The decay of one channel and token. `rate` is exp(A_log) of the head; only raw gates use it, the
@@ -69,7 +69,7 @@ KDA_FUNC float kda_decay(float x, float rate, float bias, float bound) {
   if (GATE == KDA_GATE_BOUNDED) {
     g = bound * kda_sigmoid(rate * (x + bias));
   }
-  return exp(g);
+  return metal::precise::exp(g);
 }
 
 template <int BETA>

@@ -60,7 +60,7 @@ const float scale = params[0];
 const float bound = params[1];
 const float eps = params[2];
 const bool raw = GATE == KDA_GATE_SOFTPLUS || GATE == KDA_GATE_BOUNDED;
-const float rate = raw ? exp(float(A_log[hv])) : 1.0f;
+const float rate = raw ? metal::precise::exp(float(A_log[hv])) : 1.0f;
 
 for (int item = sg; item < 4 * valid; item += SG) {
   const int t = item / 4;

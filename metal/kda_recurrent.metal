@@ -47,7 +47,7 @@ const int valid = clamp(int(lengths[b]) - start, 0, count);
 const float scale = params[0];
 const float bound = params[1];
 const bool raw = GATE == KDA_GATE_SOFTPLUS || GATE == KDA_GATE_BOUNDED;
-const float rate = raw ? exp(float(A_log[hv])) : 1.0f;
+const float rate = raw ? metal::precise::exp(float(A_log[hv])) : 1.0f;
 
 const size_t state_at = (size_t(head) * Dv + row0 + row) * Dk + 4 * sub;
 float4 S[FOURS];
