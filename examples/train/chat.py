@@ -93,7 +93,10 @@ class SentencePieceTokenizer:
         self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         self.size = self._model.vocab_size()
         self.bos, self.eos = self._model.bos_id(), self._model.eos_id()
-        self.end = self._model.piece_to_id("<|end|>")
+        self.special = {
+            name: self._model.piece_to_id(name) for name in ("<unk>", "<s>", "</s>", *self.MARKS)
+        }
+        self.end = self.special["<|end|>"]
 
     def encode(self, text: str) -> list[int]:
         """Encode text. A mark written in the text becomes the mark: training text has none."""

@@ -100,9 +100,9 @@ def hub_config(c: Config, tokenizer: Tokenizer) -> dict:
     }
 
 
-def tokenizer_config(tokenizer: Tokenizer) -> dict:
-    """tokenizer_config.json: the named special tokens, as the hub lists them."""
-    added = {
+def added_tokens(special: dict[str, int]) -> dict:
+    """`added_tokens_decoder` of a tokenizer_config.json: what each control token is."""
+    return {
         str(number): {
             "content": name,
             "lstrip": False,
@@ -111,9 +111,14 @@ def tokenizer_config(tokenizer: Tokenizer) -> dict:
             "single_word": False,
             "special": True,
         }
-        for name, number in tokenizer.special.items()
-        if "reserved" not in name
+        for name, number in special.items()
     }
+
+
+def tokenizer_config(tokenizer: Tokenizer) -> dict:
+    """tokenizer_config.json: the named special tokens, as the hub lists them."""
+    named = {name: number for name, number in tokenizer.special.items() if "reserved" not in name}
+    added = added_tokens(named)
     shown = ("<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>")
     return {
         "added_tokens_decoder": added,
@@ -199,9 +204,10 @@ def fla_config(c: Config, tokenizer: SentencePieceTokenizer) -> dict:
     }
 
 
-def pure_tokenizer_config() -> dict:
+def pure_tokenizer_config(tokenizer: SentencePieceTokenizer) -> dict:
     """tokenizer_config.json of the sentencepiece model."""
     return {
+        "added_tokens_decoder": added_tokens(tokenizer.special),
         "add_bos_token": False,
         "add_eos_token": False,
         "add_prefix_space": False,
@@ -282,7 +288,8 @@ def write_kda(to: Path, data: Path, weights: dict[str, torch.Tensor]) -> None:
     save_file(fla_tensors(weights), to / "model.safetensors", metadata={"format": "pt"})
     (to / "model.safetensors").chmod(0o644)
     write_json(to / "config.json", fla_config(pure_kda(tokenizer.size), tokenizer))
-    write_json(to / "tokenizer_config.json", pure_tokenizer_config())
+    write_json(to / "tokenizer_config.json", pure_tokenizer_config(tokenizer))
+    (to / "chat_template.jinja").write_text(PURE_TEMPLATE)
     stop = [tokenizer.eos, tokenizer.end]
     write_json(to / "generation_config.json", {"bos_token_id": 1, "eos_token_id": stop})
     shutil.copyfile(data / "tokenizer.model", to / "tokenizer.model")
