@@ -149,7 +149,10 @@ def _packed_experts(
     build: Builder, target: str, experts: list[str], shape: tuple[int, int]
 ) -> None:
     """Stack experts that are packed, all in one way."""
-    forms = [quantization_of(build, expert, shape) for expert in experts]
+    forms = [
+        quantization_of(build, expert, shape) if build.has(f"{expert}.scales") else None
+        for expert in experts
+    ]
     if any(form != forms[0] for form in forms):
         raise CheckpointError(f"the experts of {target} are quantised in different ways")
     build.mapping.packed[target] = forms[0]

@@ -1,5 +1,6 @@
 """A source as the mapping shall see it: what came quantised is plain, or in MLX's own packing."""
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from .source import Source
 from .steps import Read, Step
 from .tensor_files import Spec
 
+SPLIT = re.compile(r"\.kv_b_proj$")  # is split by head, which takes plain weights
 FLOATS = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
@@ -71,11 +73,10 @@ def _compressed(config: dict[str, Any], tensors: dict[str, Spec], dequantize: bo
     result = View({k: v for k, v in config.items() if k != "quantization_config"}, tensors)
     taken, plain = 0, 0
     # experts are stacked, so all of a layer or none can stay packed
-    together = {_group(one.path): True for one in found}
+    apart = {_group(one.path) for one in found if not one.is_ours or SPLIT.search(one.path)}
+    apart |= {_group(name.removesuffix(".weight")) for name in tensors if name.endswith(".weight")}
     for one in found:
-        together[_group(one.path)] &= one.is_ours
-    for one in found:
-        packed = not dequantize and together[_group(one.path)]
+        packed = not dequantize and _group(one.path) not in apart
         specs = {part: tensors.pop(one.name(part)) for part in one.parts}
         scale = specs["weight_scale"]
         sources = tuple(one.name(part) for part in foreign.PARTS if part in one.parts)
