@@ -158,3 +158,11 @@ def _logged(call):
     with counting() as log:
         mx.eval(call())
     return log
+
+
+def main(tokens: int = 64, dim: int = 128, dtype: str = "bfloat16") -> None:
+    """Prints the table of `run` as Markdown, and under it what its numbers are."""
+    from .results import markdown
+
+    print(markdown(list(run(tokens, dim, dtype)), COLUMNS))
+    print(f"\n{NOTE}")
