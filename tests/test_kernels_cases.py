@@ -357,7 +357,7 @@ def test_g3_odd_shapes_a_hundred_times(name):
 
 def test_g9_shapes_do_not_compile_kernels():
     """Case G9: T, B, lengths and even a batch of one token and head reuse what was compiled."""
-    made = {name: kernel(name, "emulator-fast").programs for name in SOURCES}
+    made = {name: kernel(name, "emulator-fast")._made for name in SOURCES}
     shapes = [(1, 1), (1, 2), (1, 9), (3, 16), (1, 33), (9, 5), (2, 300)]
     seen = []
     for B, T in shapes:
@@ -395,5 +395,5 @@ def test_a_gradient_is_refused(name, argument):
         o, S = OPS[name](*args[:5], state=args[5], runner="emulator-fast")
         return o.sum() + S.sum()
 
-    with pytest.raises(ValueError, match="has no gradient: train on an ops path"):
+    with pytest.raises(ValueError, match="has no gradient"):
         mx.grad(loss)(arrays[argument])

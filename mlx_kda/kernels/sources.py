@@ -1,11 +1,12 @@
 """The kernels' texts and signatures: one place that knows which file needs which header."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import TYPE_CHECKING
 
-import mlx.core as mx
+if TYPE_CHECKING:
+    from .runner import MetalKernel
 
 _CONV = (
     *("q", "k", "v", "q_window", "k_window", "v_window"),
@@ -88,15 +89,12 @@ def _text(name: str) -> str:
 
 
 @cache
-def kernel(name: str, runner: str) -> Callable[..., list[mx.array]]:
-    """The kernel as a callable with the signature of `mx.fast.metal_kernel`'s result.
-
-    Asking for its gradient raises ValueError.
-    """
+def kernel(name: str, runner: str) -> "MetalKernel":
+    """The kernel as a callable with the signature of `mx.fast.metal_kernel`'s result."""
     from . import metal_kernel
 
     source = (SOURCES | MOE_SOURCES)[name]
-    run = metal_kernel(
+    return metal_kernel(
         name=name,
         input_names=list(source.inputs),
         output_names=list(source.outputs),
@@ -104,22 +102,3 @@ def kernel(name: str, runner: str) -> Callable[..., list[mx.array]]:
         header=source.header,
         runner=runner,
     )
-    # On a GPU MLX itself refuses. The emulator's results have no history, so a gradient through
-    # them would silently be zero.
-    return _without_gradient(name, run) if runner.startswith("emulator") else run
-
-
-def _without_gradient(name: str, run: Callable[..., list[mx.array]]):
-    def call(*, inputs, **options):
-        @mx.custom_function
-        def forward(*arrays):
-            return tuple(run(inputs=list(arrays), **options))
-
-        @forward.vjp
-        def refuse(*_):
-            raise ValueError(f"{name} has no gradient: train on an ops path instead of a kernel")
-
-        return list(forward(*inputs))
-
-    call.programs = run._made
-    return call
