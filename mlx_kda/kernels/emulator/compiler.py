@@ -151,7 +151,6 @@ def _publish(made: Path, target: Path):
     os.replace(made, target)
 
 
-@lru_cache
 def _support(mode) -> tuple[Path, list[Path]]:
     """The folder of the forwarding metal_* headers, and the runtime's objects for ``mode``."""
     base = cache_dir() / "emulator" / _fingerprint()
@@ -181,10 +180,12 @@ def _support(mode) -> tuple[Path, list[Path]]:
     return headers, objects
 
 
-def build(unit: str, mode: str, text_name: str) -> Path:
+def build(unit: str, mode: str) -> Path:
     """Compiles a complete translation unit into a shared object and returns its path.
 
-    ``text_name`` is the file name that the kernel's lines carry in messages and debug information.
+    Raises:
+        BuildFailed: the compiler refuses the unit.
+        UserError: no compiler, or a cache folder that cannot be written.
     """
     flags = _kernel_flags(mode)
     key = hashlib.sha256(f"{_fingerprint()}\0{flags}\0{unit}".encode()).hexdigest()[:32]
@@ -192,21 +193,23 @@ def build(unit: str, mode: str, text_name: str) -> Path:
     target = folder / mode / f"{key}.so"
     if target.exists():
         return target
-    headers, objects = _support(mode)
-    with tempfile.TemporaryDirectory(dir=folder) as work:
-        source, made = Path(work) / "unit.cpp", Path(work) / "unit.so"
-        source.write_text(unit)
-        includes = [f"-I{HERE / 'include'}", f"-I{headers}", f"-I{mlx_include()}"]
-        _run(
-            [*compiler()[0], *flags, *includes, "-c", str(source), "-o", "unit.o"],
-            work,
-        )
-        names = [str(p) for p in objects]
-        try:
-            _run([*compiler()[0], "-shared", "-o", str(made), "unit.o", *names], work)
-        except BuildFailed as error:
-            raise UserError(
-                f"cannot link an emulated kernel: {str(error).strip()[-300:]}"
-            ) from None
-        _publish(made, target)
+    try:
+        headers, objects = _support(mode)
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            _publish(_compile(unit, flags, headers, objects, Path(work)), target)
+    except OSError as error:
+        raise UserError(f"cannot write compiled kernels to {folder}: {error.strerror}") from None
     return target
+
+
+def _compile(unit, flags, headers, objects, work) -> Path:
+    source, made = work / "unit.cpp", work / "unit.so"
+    source.write_text(unit)
+    includes = [f"-I{HERE / 'include'}", f"-I{headers}", f"-I{mlx_include()}"]
+    command = compiler()[0]
+    _run([*command, *flags, *includes, "-c", str(source), "-o", "unit.o"], work)
+    try:
+        _run([*command, "-shared", "-o", str(made), "unit.o", *map(str, objects)], work)
+    except BuildFailed as error:
+        raise UserError(f"cannot link an emulated kernel: {str(error).strip()[-300:]}") from None
+    return made

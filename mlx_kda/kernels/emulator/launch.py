@@ -117,7 +117,7 @@ class Program:
         self.shared_names = rewritten.shared_names
         unit = f'#include "prelude.h"\n#line 1 "{TEXT_NAME}"\n{rewritten.text}{entry_point(text)}'
         try:
-            self.path = compiler.build(unit, mode, TEXT_NAME)
+            self.path = compiler.build(unit, mode)
         except compiler.BuildFailed as error:
             raise self._compile_fault(str(error)) from None
         self.library = ctypes.CDLL(str(self.path))
