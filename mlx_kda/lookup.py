@@ -2,12 +2,16 @@
 
 The last tokens are looked up earlier in the text; what followed them there is guessed to follow
 again, and one forward pass over the guess says how far it is right. Every token is drawn from the
-model's own logits as in plain decoding, so the text is the same; where rounding alone decides
-between two tokens, a pass over several rows may round otherwise than one over a single row.
+model's own logits as in plain decoding. A pass reads the weights once for all its tokens, but the
+states and the attention take them one by one, as plain steps do: where MLX's matrix products give a
+row the same bits beside other rows as by itself (they do on its CPU build), the text is the same.
+Where they do not, tokens may differ that rounding decides.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -116,14 +120,16 @@ def decode(
     finally:
         if since:
             marks.restore(context.cache, anchor)
-            context.prefill(since)
+            with _one_by_one(context.cache):
+                context.prefill(since)
 
 
 def _verify(
     context: Context, since: list[int], guess: list[int], sampling: Sampling
 ) -> tuple[mx.array, list[int]]:
     """Logits after everything, and the token drawn after ``since`` and after each guess."""
-    out = context.model(mx.array([since + guess]), cache=context.cache)[0]
+    with _one_by_one(context.cache):
+        out = context.model(mx.array([since + guess]), cache=context.cache)[0]
     rows = [out[i : i + 1] for i in range(len(since) - 1, len(since) + len(guess))]
     known = context.tokens + since
     drawn = [
@@ -136,3 +142,15 @@ def _verify(
     mx.eval(drawn, finite, rows[-1], context.states())
     check_finite(finite, len(known))
     return rows[-1], [token.item() for token in drawn]
+
+
+@contextmanager
+def _one_by_one(cache: list[Any]) -> Iterator[None]:
+    """Let the layers absorb the tokens of a pass as so many steps would."""
+    for entry in cache:
+        entry.one_by_one = True
+    try:
+        yield
+    finally:
+        for entry in cache:
+            entry.one_by_one = False

@@ -91,7 +91,9 @@ class KimiDeltaAttention(nn.Module):
         if padding is not None and padding.real is not None:
             x = mx.where(padding.real, x, 0)
         memory = Memory() if cache is None else Memory(*(cache[i] for i in range(4)))
-        y, memory = self.mix(self.project(x), memory, padding)
+        one_by_one = getattr(cache, "one_by_one", False)
+        mix = self._mix_one_by_one if one_by_one else self.mix
+        y, memory = mix(self.project(x), memory, padding)
         if cache is not None:
             for i, array in enumerate(memory):
                 cache[i] = array
@@ -115,6 +117,16 @@ class KimiDeltaAttention(nn.Module):
         q, k, v = (y.astype(x.dtype) for y in (q, k, v))
         a, z = self.f_b_proj(f).reshape(heads), self.g_b_proj(g).reshape(heads)
         return Projections(q, k, v, a, b, z)
+
+    def _mix_one_by_one(
+        self, p: Projections, memory: Memory, padding: Padding | None
+    ) -> tuple[mx.array, Memory]:
+        """``mix`` as T steps of decoding: bit for bit what they compute."""
+        out = []
+        for t in range(p.q.shape[1]):
+            y, memory = self.mix(Projections(*(a[:, t : t + 1] for a in p)), memory, padding)
+            out.append(y)
+        return mx.concatenate(out, axis=1), memory
 
     def mix(
         self, p: Projections, memory: Memory, padding: Padding | None = None

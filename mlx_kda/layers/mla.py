@@ -60,6 +60,7 @@ class MLA(nn.Module):
         """x [B, T, hidden]; mask None, "causal" or bool [B or 1, 1, T, S], True where seen.
 
         ``cache``: None, mlx-lm's KVCache or the like, or one that says by ``absorb`` what is seen.
+        With ``cache.one_by_one`` the tokens are absorbed as so many steps of decoding would.
         """
         B, T, _ = x.shape
         q = (self.q_proj(x) * self.scale).reshape(B, T, self.num_heads, -1).transpose(0, 2, 1, 3)
@@ -67,6 +68,25 @@ class MLA(nn.Module):
         kv = self.kv_a_proj_with_mqa(x).astype(x.dtype)
         latents = self.kv_a_layernorm(kv[..., : self.kv_lora_rank])[:, None]
         shared = kv[..., self.kv_lora_rank :][:, None]
+        if T > 1 and getattr(cache, "one_by_one", False):
+            rows = (q_nope, q_rope, latents, shared)
+            out = [self._attend(*(a[:, :, t : t + 1] for a in rows), None, cache) for t in range(T)]
+            out = mx.concatenate(out, axis=2)
+        else:
+            out = self._attend(q_nope, q_rope, latents, shared, mask, cache)
+        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(B, T, -1))
+
+    def _attend(
+        self,
+        q_nope: mx.array,
+        q_rope: mx.array,
+        latents: mx.array,
+        shared: mx.array,
+        mask: mx.array | str | None,
+        cache: Any,
+    ) -> mx.array:
+        """Scaled queries [B, H, T, .] over the cache and the tokens at hand -> [B, H, T, v]."""
+        T = q_nope.shape[2]
         if T == 1 and isinstance(mask, str):
             mask = None  # the last token sees everything
         if hasattr(cache, "absorb"):
@@ -77,12 +97,10 @@ class MLA(nn.Module):
             mask = Causal(latents.shape[2] - T) if isinstance(mask, str) else mask
             seen = Seen([Part((latents,), (shared,))], mask)
         if self._absorbs(T, seen.length):
-            out = self._absorbed(q_nope, q_rope, seen)
-        elif seen.packed:
-            out = self._streamed(q_nope, q_rope, seen)
-        else:
-            out = self._expanded(q_nope, q_rope, seen)
-        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(B, T, -1))
+            return self._absorbed(q_nope, q_rope, seen)
+        if seen.packed:
+            return self._streamed(q_nope, q_rope, seen)
+        return self._expanded(q_nope, q_rope, seen)
 
     def _absorbs(self, T: int, S: int) -> bool:
         """Whether T queries over S latents take fewer multiplications in the absorbed form."""
