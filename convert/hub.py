@@ -78,6 +78,9 @@ def _remote_tensors(
         raise CheckpointError(f"{INDEX} names files that are missing: {', '.join(absent[:4])}")
     headers: dict[str, dict[str, Stored]] = {}
     for file in files:
+        if (folder / file).is_file():  # fetched before
+            headers[file] = read_header(folder / file)
+            continue
         with _in_one_line(repo):
             found = client.parse_safetensors_file_metadata(repo, file, revision=commit)
         headers[file] = {

@@ -66,11 +66,16 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*") if path.is_file())
 
 
-def check_space(out: Path, needed: int) -> None:
-    """Refuse a disk that cannot hold `needed` more bytes."""
+def space_problem(out: Path, needed: int, cache: Path, download: int) -> str | None:
+    """Why the disks cannot hold `needed` more bytes of output and a download; None if they can."""
     place, free = free_space(out)
+    if download and os.stat(place).st_dev == os.stat(cache).st_dev:
+        needed += download
     if needed > free:
-        raise UserError(f"the output needs {in_words(needed)}, {place} has {in_words(free)} free")
+        return f"the output needs {in_words(needed)}, {place} has {in_words(free)} free"
+    if download > (room := shutil.disk_usage(cache).free if download else 0):
+        return f"the download needs {in_words(download)}, {cache} has {in_words(room)} free"
+    return None
 
 
 @contextlib.contextmanager

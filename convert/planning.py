@@ -9,7 +9,7 @@ from mlx_kda.plan import FLOATS, machine, need
 
 from .families import by_family
 from .layout import Layout, Wish, bits_by_family, lay_out
-from .output import free_space, partial_of, size_of
+from .output import free_space, partial_of, size_of, space_problem
 from .report import in_words
 from .run import SHARD_BYTES, into_shards
 from .source import Source, open_source
@@ -115,8 +115,7 @@ def plan(
     origin = open_source(source, revision, download=False)
     layout = lay_out(origin, wish)
     seen = layout if layout.steps else _without_budget(origin, wish)
-    place, free = free_space(out)
-    download = sum(t.nbytes for t in origin.tensors.values() if t.file in set(origin.missing))
+    download = origin.download_bytes
     nbytes = layout.expected_bytes
     result = Plan(
         source=origin.name,
@@ -135,16 +134,14 @@ def plan(
         memory_bytes=machine().total,
         download_bytes=download,
         disk_needed=max(0, nbytes - size_of(partial_of(out))),
-        disk_free=free,
+        disk_free=free_space(out)[1],
         running=running(layout, nbytes),
         notes=list(layout.view.notes),
     )
     if target_bpw is not None:
         result.notes.append("the bits of each family are known once the errors are measured")
-    if result.disk_needed > free:
-        result.problems.append(
-            f"the output needs {in_words(result.disk_needed)}, {place} has {in_words(free)} free"
-        )
+    if problem := space_problem(out, result.disk_needed, origin.folder, download):
+        result.problems.append(problem)
     if result.peak_bytes > result.memory_bytes:
         result.problems.append(
             f"converting takes {in_words(result.peak_bytes)} of memory, this machine has "

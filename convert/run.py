@@ -22,11 +22,11 @@ from .output import (
     LOCK,
     REPORT,
     check_output,
-    check_space,
     partial_folder,
     partial_of,
     read_report,
     size_of,
+    space_problem,
     tidy,
     write_json,
 )
@@ -98,7 +98,9 @@ def convert(
         say(f"{out} is whole already: nothing is left to do")
         return whole
     check_output(out, origin.folder, overwrite)
-    check_space(out, max(0, layout.expected_bytes - size_of(partial_of(out))))
+    needed = max(0, layout.expected_bytes - size_of(partial_of(out)))
+    if problem := space_problem(out, needed, origin.folder, origin.download_bytes):
+        raise UserError(problem)
     companions = read_companions(origin)
     with partial_folder(out, identity, resume, overwrite, say) as journal:
         if layout.recipe and layout.recipe.target_bpw is not None:

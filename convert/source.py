@@ -46,6 +46,12 @@ class Source:
         files = {stored.file for stored in self.tensors.values()}
         return sorted(file for file in files if self.fetch and not file.exists())
 
+    @property
+    def download_bytes(self) -> int:
+        """Bytes of tensors in those files."""
+        missing = set(self.missing)
+        return sum(stored.nbytes for stored in self.tensors.values() if stored.file in missing)
+
     def read(self, name: str) -> mx.array:
         """Read one tensor from disk."""
         return read_tensor(self.tensors[name])
