@@ -4,6 +4,8 @@
     python tests/cuda_check.py sanitize [I N]   small calls of everything, for compute-sanitizer
     python tests/cuda_check.py time             T = 2048 and 8192, beside mlx-lm's vector kernel
 
+For initcheck leave out compute-sanitizer's kernel filter (memory that MLX's kernels wrote would
+count as unwritten) and look for lines that name a kernel of ours: MLX's copies are reported too.
 Needs MLX's CUDA build. Prints one JSON line a result; not collected by pytest.
 """
 

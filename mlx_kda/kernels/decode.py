@@ -101,18 +101,21 @@ def kda_decode(
     options = {"law": law, "beta_law": beta_law, "keep": keep, "runner": runner}
     params = (Dk**-0.5 if scale is None else float(scale), float(eps))
     step = token_capacity(Dk, Dv)
+    arrays = (q, k, v, g, beta, z)
+    if step >= T:
+        y, memory = _launch(*arrays, taps, weight, params, memory, lengths, **options)
+        return y, memory if keep else memory._replace(state=memory.state.squeeze(1))
     parts, states = [], []
     for start in range(0, T, step):
-        cut = [None if x is None else x[:, start : start + step] for x in (q, k, v, g, beta, z)]
+        cut = [None if x is None else x[:, start : start + step] for x in arrays]
         left = None if lengths is None else lengths - start
         y, memory = _launch(*cut, taps, weight, params, memory, left, **options)
         parts.append(y)
         states.append(memory.state)
         memory = memory._replace(state=memory.state[:, -1])
-    y = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
+    y = mx.concatenate(parts, axis=1)
     if keep:
-        kept = states[0] if len(states) == 1 else mx.concatenate(states, axis=1)
-        memory = memory._replace(state=kept)
+        memory = memory._replace(state=mx.concatenate(states, axis=1))
     return y, memory
 
 
