@@ -56,6 +56,8 @@ def card(report: ConversionReport, folder: Path) -> str:
     if licences:
         head += ["license: other", f"license_link: {licences[0]}"]
     again = " ".join(["mlx-kda convert", base or "SRC", "OUT", report.command]).strip()
+    stock = report.model_type == "kimi_linear"  # mlx-lm has no class for the others
+    other = ", or with `mlx_lm.chat --model FOLDER` of mlx-lm" if stock else ""
     revision = f" at revision `{report.revision}`" if report.revision else ""
     rows = [
         ("base model", f"`{report.source_name}`{revision}"),
@@ -81,7 +83,7 @@ def card(report: ConversionReport, folder: Path) -> str:
             "",
             f"    {again}",
             "",
-            "Run it with `mlx-kda chat FOLDER`, or with `mlx_lm.chat --model FOLDER` of mlx-lm.",
+            f"Run it with `mlx-kda chat FOLDER`{other}.",
             f"What each family of tensors holds, and checksums, are in `{PAGE}`; the same for",
             "programs is in `conversion.json`. `mlx-kda verify FOLDER` checks the files.",
             "",

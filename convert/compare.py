@@ -19,7 +19,7 @@ import mlx.nn as nn
 
 from mlx_kda.errors import CheckpointError
 from mlx_kda.layers import RMSNorm
-from mlx_kda.models.kimi_linear import DecoderLayer
+from mlx_kda.models.hybrid import DecoderLayer
 
 from .families import tensor_family
 from .layout import Layout

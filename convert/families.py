@@ -6,26 +6,29 @@ from collections.abc import Mapping as MappingType
 from typing import Any
 
 from mlx_kda.errors import CheckpointError
-from mlx_kda.models.config import KimiLinearConfig
+from mlx_kda.models import FAMILIES, read_config
+from mlx_kda.models.hybrid_config import HybridConfig
 
-from . import kimi_linear
+from . import fla_kda, kimi_linear
 from .steps import Mapping
 from .tensor_files import Spec
 
 # Of hub names and MLX names alike; the first that matches counts.
 TENSOR_FAMILIES = {
-    "embedding": r"embed_tokens\.",
+    "embedding": r"embed_tokens\.|^model\.embeddings\.",
     "head": r"^lm_head\.",
     "norms": r"norm\.weight$",
     "router": r"\.(mlp|block_sparse_moe)\.gate\.|e_score_correction_bias$",
     "shared experts": r"\.shared_experts\.",
     "experts": r"\.experts\.|\.switch_mlp\.",
     "dense MLP": r"\.(mlp|block_sparse_moe)\.",
-    "KDA gates": r"\.(A_log|dt_bias)$|\.(b|f_a|f_b|g_a|g_b)_proj\.",
+    "KDA gates": r"\.(A_log|dt_bias)$|\.(b|f_a|f_b|g_a|g_b|f|g)_proj\.",
     "KDA convolutions": r"_conv1d\.|_conv\.conv\.",
     "MLA latents": r"\.(kv_a_proj_with_mqa|kv_b_proj|embed_q|unembed_out)\.",
-    "attention projections": r"\.self_attn\.[qkvo]_proj\.",
+    "attention projections": r"\.(self_attn|attn)\.[qkvo]_proj\.",
 }
+# model_type -> its module here, which has `map_tensors`
+MAPPINGS = {"kimi_linear": kimi_linear, "kda": fla_kda}
 
 
 def tensor_family(name: str) -> str:
@@ -46,17 +49,26 @@ def by_family(tensors: Iterable[tuple[str, Spec]]) -> dict[str, dict[str, int]]:
     return {family: entry for family, entry in sums.items() if entry["tensors"]}
 
 
+def map_tensors(config: HybridConfig, tensors: MappingType[str, Spec]) -> Mapping:
+    """Lay out the mapping of a config's family.
+
+    Raises CheckpointError naming every tensor that is missing, left over, or of a wrong shape.
+    """
+    return MAPPINGS[config.model_type].map_tensors(config, tensors)
+
+
 def map_checkpoint(
     raw: dict[str, Any], tensors: MappingType[str, Spec]
-) -> tuple[KimiLinearConfig, Mapping]:
+) -> tuple[HybridConfig, Mapping]:
     """Parse a config and lay out the mapping of its family.
 
     Raises CheckpointError: an unknown model_type, a feature that is not built, a foreign
     quantisation, a tensor that is missing or left over.
     """
     kind = raw.get("model_type")
-    if kind != "kimi_linear":
-        raise CheckpointError(f"model_type {kind!r} is not converted yet; supported: kimi_linear")
+    if kind not in FAMILIES:
+        supported = ", ".join(FAMILIES)
+        raise CheckpointError(f"model_type {kind!r} is not converted yet; supported: {supported}")
     foreign = raw.get("quantization_config")
     if isinstance(foreign, dict) and "quantization" not in raw:
         method = foreign.get("quant_method", "unknown")
@@ -64,7 +76,7 @@ def map_checkpoint(
             f"the source is quantised ({method}); convert the unquantised checkpoint instead"
         )
     try:
-        config = KimiLinearConfig.from_dict(raw)
+        config = read_config(raw)
     except (TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"config.json holds a value of a wrong kind: {error}") from error
-    return config, kimi_linear.map_tensors(config, tensors)
+    return config, map_tensors(config, tensors)

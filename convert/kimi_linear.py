@@ -14,7 +14,6 @@ Written are mlx-lm's, so that files travel both ways:
 
 import re
 from collections.abc import Mapping as MappingType
-from math import prod
 
 import mlx.core as mx
 
@@ -22,6 +21,7 @@ from mlx_kda.errors import CheckpointError
 from mlx_kda.models.config import KDA, MOE, KimiLinearConfig
 
 from .builder import PARTS, Builder, listed, quantization_of
+from .parts import convolution, decay, float32, tied_head
 from .steps import Mapping, Read, Step
 from .tensor_files import Spec
 
@@ -53,7 +53,7 @@ def map_tensors(config: KimiLinearConfig, tensors: MappingType[str, Spec]) -> Ma
     hidden, vocab = config.hidden_size, config.vocab_size
     build.weight("model.embed_tokens", (vocab, hidden))
     if config.tie_word_embeddings:
-        _tied_head(build, (vocab, hidden))
+        tied_head(build, (vocab, hidden), "model.embed_tokens.weight")
     for index in range(config.num_hidden_layers):
         _layer(build, config, index)
     build.tensor("model.norm.weight", (hidden,))
@@ -82,14 +82,15 @@ def _kda(build: Builder, config: KimiLinearConfig, path: str) -> None:
     for part in "qkv":
         build.weight(f"{path}.{part}_proj", (channels, hidden))
     for part in "qkv":
-        _conv(build, f"{path}.{part}", channels, config.linear_conv_kernel_dim)
+        name, hub = f"{path}.{part}_conv.conv.weight", f"{path}.{part}_conv1d.weight"
+        convolution(build, name, channels, config.linear_conv_kernel_dim, hub)
     build.weight(f"{path}.f_a_proj", (width, hidden))
     build.weight(f"{path}.f_b_proj", (channels, width))
     build.weight(f"{path}.b_proj", (heads, hidden))
     build.weight(f"{path}.g_a_proj", (width, hidden))
     build.weight(f"{path}.g_b_proj", (channels, width))
-    _decay(build, f"{path}.A_log", heads)
-    _float32(build, f"{path}.dt_bias", (channels,), [(channels,), (heads, width)])
+    decay(build, f"{path}.A_log", heads)
+    float32(build, f"{path}.dt_bias", (channels,), [(channels,), (heads, width)])
     build.tensor(f"{path}.o_norm.weight", (width,))
     build.weight(f"{path}.o_proj", (hidden, channels))
 
@@ -120,7 +121,7 @@ def _moe(build: Builder, config: KimiLinearConfig, path: str) -> None:
     build.weight(f"{mlp}.gate", (experts, hidden), f"{hub}.gate")
     name = f"{mlp}.e_score_correction_bias"
     aliases = (f"{hub}.gate.e_score_correction_bias", f"{mlp}.gate.e_score_correction_bias")
-    _float32(build, name, (experts,), [(experts,)], *aliases)
+    float32(build, name, (experts,), [(experts,)], *aliases)
     for part in EXPERT_PARTS:
         shape = (hidden, inner) if part == "down_proj" else (inner, hidden)
         _experts(build, path, part, experts, shape)
@@ -174,58 +175,6 @@ def _stack(build: Builder, name: str, sources: list[str], specs: list[Spec]) -> 
     )
 
 
-def _conv(build: Builder, path: str, channels: int, kernel: int) -> None:
-    name, hub = f"{path}_conv.conv.weight", f"{path}_conv1d.weight"
-    source = build.first((name, hub))
-    if source is None:
-        return
-    if source == name:
-        return build.tensor(name, (channels, kernel, 1))
-    spec = build.floats(hub, [(channels, 1, kernel), (channels, kernel)])
-    shape = (channels, kernel, 1)
-    build.add(
-        Step((hub,), {name: Spec(shape, spec.dtype)}, lambda r: {name: r(hub).reshape(shape)})
-    )
-
-
-def _decay(build: Builder, name: str, heads: int) -> None:
-    """A_log in any of its shapes; values beyond the last head are padding and must be zero."""
-    if build.first((name,)) is None:
-        return
-    shape = build.left[name].shape
-    count = prod(shape)
-    if count < heads or count != max(shape, default=1):
-        raise CheckpointError(f"{name} has shape {list(shape)}, the config asks for {heads} heads")
-    build.floats(name, [shape])
-
-    def run(read: Read) -> dict[str, mx.array]:
-        values = read(name).reshape(-1).astype(mx.float32)
-        # not (x == 0) also catches NaN
-        if count > heads and not mx.all(values[heads:] == 0).item():
-            raise CheckpointError(
-                f"{name} holds {count} values for {heads} heads and those beyond are not zero"
-            )
-        return {name: values[:heads].reshape(1, 1, heads, 1)}
-
-    build.add(Step((name,), {name: Spec((1, 1, heads, 1), mx.float32)}, run))
-
-
-def _float32(
-    build: Builder, name: str, shape: tuple[int, ...], allowed: list[tuple[int, ...]], *aliases: str
-) -> None:
-    """A parameter that stays float32 whatever the model's dtype; widening changes no value."""
-    if (source := build.first((name, *aliases))) is None:
-        return
-    build.floats(source, allowed)
-    build.add(
-        Step(
-            (source,),
-            {name: Spec(shape, mx.float32)},
-            lambda read: {name: read(source).astype(mx.float32).reshape(shape)},
-        )
-    )
-
-
 def _split_kv_b(build: Builder, path: str, heads: int, nope: int, value: int, lora: int) -> None:
     """Split kv_b_proj by head into the map to latents (transposed) and the map to values.
 
@@ -253,22 +202,3 @@ def _split_kv_b(build: Builder, path: str, heads: int, nope: int, value: int, lo
 
     outputs = {keys: Spec((heads, lora, nope), dtype), values: Spec((heads, value, lora), dtype)}
     build.add(Step(sources, outputs, run))
-
-
-def _tied_head(build: Builder, shape: tuple[int, int]) -> None:
-    """A head beside tied embeddings is dropped, but only where it is the embedding."""
-    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-    if not build.has(head):
-        return
-    build.floats(head, [shape])
-
-    def run(read: Read) -> dict[str, mx.array]:
-        if not mx.array_equal(read(head), read(embedding)).item():
-            raise CheckpointError(
-                f"the config ties the embeddings but {head} differs from {embedding}; "
-                "set tie_word_embeddings to false in config.json"
-            )
-        return {}
-
-    build.add(Step((head,), {}, run))
-    build.mapping.dropped[head] = "tied to the embedding"

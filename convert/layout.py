@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from mlx_kda import __version__
 from mlx_kda.errors import UserError
-from mlx_kda.models.config import KimiLinearConfig
+from mlx_kda.models.hybrid_config import HybridConfig
 
 from .background import WAITING_BYTES
 from .families import map_checkpoint, tensor_family
@@ -64,7 +64,7 @@ class Layout:
 
     source: Source
     view: View
-    config: KimiLinearConfig
+    config: HybridConfig
     mapping: Mapping
     wish: Wish
     dtype: mx.Dtype

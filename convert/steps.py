@@ -44,7 +44,7 @@ class Mapping:
         count = 0
         for name, spec in self.outputs.items():
             path, _, part = name.rpartition(".")
-            if path not in self.packed:
+            if path not in self.packed or part == "bias":  # a map's own, not the packing's
                 count += spec.size
             elif part == "weight":
                 count += spec.size * 32 // self.packed[path]["bits"]

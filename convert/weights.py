@@ -38,7 +38,7 @@ def plain_weights(
     for step in steps:
         for name, array in step.run(view.reading(read)).items():
             path, _, part = name.rpartition(".")
-            if path not in packed:
+            if path not in packed or part == "bias":  # a map's own bias, which is never packed
                 yield name, array
                 continue
             parts.setdefault(path, {})[part] = array

@@ -1,10 +1,13 @@
-"""The config.json of a converted model: the hub's dialect, which stock mlx-lm reads."""
+"""The config.json of a converted model; of Kimi Linear the hub's dialect, which mlx-lm reads."""
 
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_kda.models.config import DENSE, KDA, MOE, KimiLinearConfig
+from mlx_kda.models.fla_kda_config import FlaKdaConfig
+
+from . import fla_kda
 
 # Remote code, other quantisers' settings, and keys of the other dialect that say the same.
 DROPPED = {
@@ -32,7 +35,7 @@ DROPPED = {
 
 def written_config(
     raw: dict[str, Any],
-    config: KimiLinearConfig,
+    config: KimiLinearConfig | FlaKdaConfig,
     dtype: mx.Dtype,
     quantization: dict | None,
     eos_ids: list[int],
@@ -42,6 +45,19 @@ def written_config(
     Keys of the source that are not known here are kept. `quantization` is in mlx-lm's form: a
     default and an entry for each weight that differs from it.
     """
+    if isinstance(config, FlaKdaConfig):
+        result, warnings = fla_kda.own_config(raw, config)
+    else:
+        result, warnings = _hub_config(raw, config)
+    result["torch_dtype"] = str(dtype).removeprefix("mlx.core.")
+    if eos_ids:
+        result["eos_token_id"] = eos_ids if len(eos_ids) > 1 else eos_ids[0]
+    if quantization:
+        result |= {"quantization": quantization, "quantization_config": quantization}
+    return dict(sorted(result.items())), warnings
+
+
+def _hub_config(raw: dict[str, Any], config: KimiLinearConfig) -> tuple[dict[str, Any], list[str]]:
     warnings = []
     first, freq = _dense_rule(config)
     types = list(enumerate(config.layer_types, start=1))
@@ -81,7 +97,6 @@ def written_config(
         "use_grouped_topk": raw.get("use_grouped_topk", True),
         "first_k_dense_replace": first,
         "moe_layer_freq": freq,
-        "torch_dtype": str(dtype).removeprefix("mlx.core."),
     }
     if not _says(config, first, freq):
         result["mlp_layer_types"] = [
@@ -93,11 +108,7 @@ def written_config(
     if config.gate_lower_bound is not None:
         linear["gate_lower_bound"] = config.gate_lower_bound
         warnings.append("stock mlx-lm ignores gate_lower_bound and will compute another gate")
-    if eos_ids:
-        result["eos_token_id"] = eos_ids if len(eos_ids) > 1 else eos_ids[0]
-    if quantization:
-        result |= {"quantization": quantization, "quantization_config": quantization}
-    return dict(sorted(result.items())), warnings
+    return result, warnings
 
 
 def _dense_rule(config: KimiLinearConfig) -> tuple[int, int]:

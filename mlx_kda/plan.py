@@ -13,7 +13,7 @@ from mlx_kda.cache.report import describe
 from mlx_kda.context import PREFILL_STEP
 from mlx_kda.errors import UserError
 from mlx_kda.layers.mla import WORKSPACE
-from mlx_kda.models.config import KDA, MLA, MOE, KimiLinearConfig
+from mlx_kda.models.hybrid_config import KDA, MLA, MOE, HybridConfig
 from mlx_kda.words import size as words
 
 POLICIES = ("exact", "int8", "int4", "window:4096+16", "window:4096+16,int8")
@@ -50,7 +50,7 @@ class Memory:
 
 
 def need(
-    config: KimiLinearConfig,
+    config: HybridConfig,
     weights: int,
     dtype: mx.Dtype,
     context: int,
@@ -70,7 +70,7 @@ def need(
 
 
 def working_set(
-    config: KimiLinearConfig,
+    config: HybridConfig,
     dtype: mx.Dtype,
     context: int,
     policy: str | Policy = "exact",
@@ -78,10 +78,12 @@ def working_set(
 ) -> int:
     """Predicted bytes of activations while the widest layer reads one chunk of the prompt."""
     T, size, policy = min(step, max(context, 1)), dtype.size, Policy.parse(policy)
-    width = config.linear_num_heads * config.linear_head_dim
+    keys, values = config.linear_key_width, config.linear_value_width
+    gates = config.linear_num_v_heads * config.linear_head_dim
     heads = config.num_attention_heads
-    # KDA: five projections and their convolved forms, then float32 in the op.
-    kda = T * width * (8 * size + 10 * 4)
+    # KDA: five projections (q, k, v, both gates) and three convolved, then float32 in the op.
+    kda = T * (4 * keys + 3 * values + gates) * size
+    kda += T * (4 * keys + 4 * values + 2 * gates) * 4
     # MLA: queries and outputs; blocks of keys, values and scores; one layer's latents in one piece.
     rows = context if policy.slots is None else min(policy.slots, context) + T
     row = (config.kv_lora_rank + config.qk_rope_head_dim) * size

@@ -192,13 +192,15 @@ def _widths(model: nn.Module) -> tuple[int, int]:
 def _shapes(cache: list[Any], model: nn.Module, tokens: int) -> list[list[tuple[int, ...]]]:
     """Shapes of every layer's arrays after so many tokens."""
     args = model.args
-    width = args.linear_num_heads * args.linear_head_dim
-    window = (1, args.linear_conv_kernel_dim - 1, width)
-    state = (1, args.linear_num_heads, args.linear_head_dim, args.linear_head_dim)
+    keys, values = (
+        (1, args.linear_conv_kernel_dim - 1, width)
+        for width in (args.linear_key_width, args.linear_value_width)
+    )
+    state = (1, *args.linear_state_shape)
     shapes = []
     for entry in cache:
         if not isinstance(entry, LatentCache):
-            shapes.append([window, window, window, state])
+            shapes.append([keys, keys, values, state])
             continue
         rows = tokens if entry.policy.slots is None else entry.policy.slots
         one = []

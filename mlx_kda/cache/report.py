@@ -1,5 +1,6 @@
 """What a cache was asked to be, what it is, and what it takes, layer by layer."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,9 +54,9 @@ def describe(
 
 
 def _kda(config: Any, dtype: mx.Dtype) -> tuple[str, int, int]:
-    heads, dim = config.linear_num_heads, config.linear_head_dim
-    state = heads * dim * dim * mx.float32.size
-    windows = 3 * heads * dim * (config.linear_conv_kernel_dim - 1) * dtype.size
+    state = math.prod(config.linear_state_shape) * mx.float32.size
+    channels = 2 * config.linear_key_width + config.linear_value_width
+    windows = channels * (config.linear_conv_kernel_dim - 1) * dtype.size
     return "state in float32 and windows, fixed", state + windows, 0
 
 

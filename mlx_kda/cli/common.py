@@ -187,13 +187,13 @@ def running(path: str) -> tuple[Any, int, str]:
     """Config, bytes of weights, and the dtype it computes in, of a checkpoint that can run."""
     from mlx_kda.convert import inspect
     from mlx_kda.convert.source import open_source
-    from mlx_kda.models.config import KimiLinearConfig
+    from mlx_kda.models import read_config
     from mlx_kda.plan import activation_dtype
 
     found = inspect(path)
     if found.problem is not None:
         raise UserError(found.problem)
-    config = KimiLinearConfig.from_dict(open_source(path).config)
+    config = read_config(open_source(path).config)
     return config, found.nbytes, activation_dtype(found.dtypes)
 
 
@@ -268,13 +268,13 @@ def kda_paths(config: Any, dtype: str, prompt: int = 2048) -> dict[str, str]:
 
     import mlx_kda
 
-    H, D = config.linear_num_heads, config.linear_head_dim
+    H, (Hv, Dv, Dk) = config.linear_num_heads, config.linear_state_shape
     paths = {}
     for name, T in (("prefill", prompt), ("decode", 1)):
         # Nobody evaluates these: they stand for their shapes.
-        x = mx.zeros((1, T, H, D), dtype=getattr(mx, dtype))
-        g, beta = mx.zeros((1, T, H, D)), mx.zeros((1, T, H))
-        paths[name] = str(mlx_kda.explain(x, x, x, g, beta, state=mx.zeros((1, H, D, D))))
+        k, v = (mx.zeros((1, T, *s), dtype=getattr(mx, dtype)) for s in ((H, Dk), (Hv, Dv)))
+        g, beta = mx.zeros((1, T, Hv, Dk)), mx.zeros((1, T, Hv))
+        paths[name] = str(mlx_kda.explain(k, k, v, g, beta, state=mx.zeros((1, Hv, Dv, Dk))))
     return paths
 
 

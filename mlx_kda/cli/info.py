@@ -53,8 +53,8 @@ def describe(folder: Path, policy: str = "exact", context: int = 131072) -> dict
     A whole checkpoint that cannot run is described too, with the reason under "problem".
     """
     from mlx_kda.convert import inspect
-    from mlx_kda.convert.source import read_config
-    from mlx_kda.models.config import KimiLinearConfig
+    from mlx_kda.convert.source import read_config as read_json
+    from mlx_kda.models import read_config
 
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder: name one that holds a config.json")
@@ -65,7 +65,7 @@ def describe(folder: Path, policy: str = "exact", context: int = 131072) -> dict
         "quantization": _quantization(found.quantization),
     }
     if found.problem is None:
-        config = KimiLinearConfig.from_dict(read_config(folder))
+        config = read_config(read_json(folder))
         report.update(_running(config, list(found.dtypes), policy, context))
     return report
 
@@ -81,6 +81,7 @@ def _running(config: Any, dtypes: list[str], policy: str, context: int) -> dict[
     return {
         "dtype": name,
         "kda_heads": [config.linear_num_heads, config.linear_head_dim],
+        "kda_value_heads": [config.linear_num_v_heads, config.linear_v_head_dim],
         "experts": [config.num_experts, config.num_experts_per_token],
         "policy": layers[0].asked,
         "state_bytes": sum(layer.fixed_bytes for layer in layers if layer.kind == KDA),
@@ -132,7 +133,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     cache = ", ".join(f"{size(n)} at {length}" for length, n in report["cache_bytes"].items())
     return [
         *rows,
-        ("KDA heads", "{} of {}".format(*report["kda_heads"])),
+        ("KDA heads", _heads(report["kda_heads"], report["kda_value_heads"])),
         ("experts", f"{experts}, {chosen} a token" if experts else "none"),
         ("context", f"{report['context']:,} tokens"),
         ("computes in", report["dtype"]),
@@ -140,6 +141,11 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("cache in all", f"{cache}; {size(report['latent_bytes_per_token'])} a token"),
         *((f"{name} runs", text) for name, text in report["ops"].items()),
     ]
+
+
+def _heads(keys: list[int], values: list[int]) -> str:
+    text = "{} of {}".format(*keys)
+    return text if keys == values else text + ", {} of {} for values".format(*values)
 
 
 def _describe_quantization(quantization: dict[str, Any] | None) -> str:

@@ -18,21 +18,21 @@ from .padding import Padding
 class Projections(NamedTuple):
     """Everything the layer computes from x alone, before any of it meets the past."""
 
-    q: mx.array  # [B, T, H * D], before the convolution
+    q: mx.array  # [B, T, H * Dk], before the convolution
     k: mx.array
-    v: mx.array
-    a: mx.array  # [B, T, H, D], raw forget gate
-    b: mx.array  # [B, T, H], raw write strength
-    z: mx.array  # [B, T, H, D], raw output gate
+    v: mx.array  # [B, T, Hv * Dv]
+    a: mx.array  # [B, T, Hv, Dk], raw forget gate
+    b: mx.array  # [B, T, Hv], raw write strength
+    z: mx.array  # [B, T, Hv, Dv], raw output gate
 
 
 class Memory(NamedTuple):
     """What a layer carries from step to step; None where a text begins."""
 
-    q: mx.array | None = None  # windows [B, taps - 1, H * D]
+    q: mx.array | None = None  # windows [B, taps - 1, H * Dk]
     k: mx.array | None = None
-    v: mx.array | None = None
-    state: mx.array | None = None  # [B, H, D, D] (value, key), float32
+    v: mx.array | None = None  # [B, taps - 1, Hv * Dv]
+    state: mx.array | None = None  # [B, Hv, Dv, Dk], float32
 
 
 @partial(mx.compile, shapeless=True)
@@ -41,7 +41,7 @@ def _gated(x: mx.array, z: mx.array) -> mx.array:
 
 
 class KimiDeltaAttention(nn.Module):
-    """One KDA layer of H heads of D channels.
+    """One KDA layer: H heads of Dk channels for queries and keys, Hv of Dv for values.
 
     ::
 
@@ -50,8 +50,7 @@ class KimiDeltaAttention(nn.Module):
         o = kda(q, k, v, g, beta)
         y = o_proj(rmsnorm(o) * sigmoid(g_b(g_a(x))))
 
-    ``lower_bound`` None takes the softplus gate, a negative number the bounded one. The names of
-    the parameters are mlx-lm's.
+    The names of the parameters are mlx-lm's.
 
     ``mix`` is all that lies between the projections in and out. ``runner`` says what computes it:
     "ops" (MLX operations, differentiable), or the kernels under one of their runners. In training
@@ -66,24 +65,48 @@ class KimiDeltaAttention(nn.Module):
         taps: int,
         norm_eps: float,
         lower_bound: float | None = None,
+        *,
+        num_v_heads: int | None = None,
+        v_head_dim: int | None = None,
+        gate_bias: bool = False,
+        negative_eigenvalues: bool = False,
     ):
+        """A layer with random weights.
+
+        Args:
+            hidden_size: width of x.
+            num_heads, head_dim: H and Dk.
+            taps: length of the convolutions.
+            norm_eps: of the output norm.
+            lower_bound: None takes the softplus gate, a negative number the bounded one.
+            num_v_heads: Hv, a multiple of H; H unless given. Heads of v share a head of q and k.
+            v_head_dim: Dv; Dk unless given.
+            gate_bias: whether the output gate's map ``g_b_proj`` has a bias.
+            negative_eigenvalues: ``beta = 2 sigmoid(b(x))``, in (0, 2).
+        """
         super().__init__()
         self.num_heads, self.head_dim, self.taps = num_heads, head_dim, taps
-        self.lower_bound = lower_bound
+        self.num_v_heads = num_heads if num_v_heads is None else num_v_heads
+        self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        if self.num_v_heads % num_heads:
+            raise ValueError(f"{self.num_v_heads} value heads are no multiple of {num_heads} heads")
+        self.lower_bound, self.negative_eigenvalues = lower_bound, negative_eigenvalues
         self.runner = "ops"
-        width = num_heads * head_dim
-        for name in ("q", "k", "v"):
+        keys, values = num_heads * head_dim, self.num_v_heads * self.v_head_dim
+        gates = self.num_v_heads * head_dim
+        for name, width in (("q", keys), ("k", keys), ("v", values)):
             self[f"{name}_proj"] = nn.Linear(hidden_size, width, bias=False)
             self[f"{name}_conv"] = ShortConv(width, taps)
-        self.f_a_proj = nn.Linear(hidden_size, head_dim, bias=False)
-        self.f_b_proj = nn.Linear(head_dim, width, bias=False)
-        self.b_proj = nn.Linear(hidden_size, num_heads, bias=False)
-        self.g_a_proj = nn.Linear(hidden_size, head_dim, bias=False)
-        self.g_b_proj = nn.Linear(head_dim, width, bias=False)
-        self.A_log = mx.log(mx.random.uniform(1.0, 16.0, (1, 1, num_heads, 1)))
-        self.dt_bias = mx.zeros((width,), dtype=mx.float32)
-        self.o_norm = RMSNorm(head_dim, eps=norm_eps)
-        self.o_proj = nn.Linear(width, hidden_size, bias=False)
+        # Both gates pass through as many channels as a value head has.
+        self.f_a_proj = nn.Linear(hidden_size, self.v_head_dim, bias=False)
+        self.f_b_proj = nn.Linear(self.v_head_dim, gates, bias=False)
+        self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+        self.g_a_proj = nn.Linear(hidden_size, self.v_head_dim, bias=False)
+        self.g_b_proj = nn.Linear(self.v_head_dim, values, bias=gate_bias)
+        self.A_log = mx.log(mx.random.uniform(1.0, 16.0, (1, 1, self.num_v_heads, 1)))
+        self.dt_bias = mx.zeros((gates,), dtype=mx.float32)
+        self.o_norm = RMSNorm(self.v_head_dim, eps=norm_eps)
+        self.o_proj = nn.Linear(values, hidden_size, bias=False)
         self._bundle: Bundle | None = None
 
     def __call__(self, x: mx.array, cache: Any = None, padding: Padding | None = None) -> mx.array:
@@ -111,11 +134,12 @@ class KimiDeltaAttention(nn.Module):
         )
 
     def project(self, x: mx.array) -> Projections:
-        heads = (*x.shape[:2], self.num_heads, self.head_dim)
+        heads = (*x.shape[:2], self.num_v_heads)
         q, k, v, f, g, b = apply(self._bundle, self._inputs(), x)
         # The casts do nothing unless a weight is wider than x: windows keep the dtype of x.
         q, k, v = (y.astype(x.dtype) for y in (q, k, v))
-        a, z = self.f_b_proj(f).reshape(heads), self.g_b_proj(g).reshape(heads)
+        a = self.f_b_proj(f).reshape(*heads, self.head_dim)
+        z = self.g_b_proj(g).reshape(*heads, self.v_head_dim)
         return Projections(q, k, v, a, b, z)
 
     def _mix_one_by_one(
@@ -131,7 +155,7 @@ class KimiDeltaAttention(nn.Module):
     def mix(
         self, p: Projections, memory: Memory, padding: Padding | None = None
     ) -> tuple[mx.array, Memory]:
-        """Projections and memory -> (y [B, T, H * D] for o_proj, the next memory)."""
+        """Projections and memory -> (y [B, T, Hv * Dv] for o_proj, the next memory)."""
         if self.choose(p.q.shape[1], p.q.dtype).kernel is None:
             return self.mix_ops(p, memory, padding)
         return self.mix_kernels(p, memory, padding)
@@ -142,7 +166,7 @@ class KimiDeltaAttention(nn.Module):
             return kernels.Choice(None, "the runner is ops")
         if self.training:
             return kernels.Choice(None, "training needs gradients, which the kernels have not")
-        return kernels.choose(T, self.head_dim, self.head_dim, dtype, self.taps)
+        return kernels.choose(T, self.head_dim, self.v_head_dim, dtype, self.taps)
 
     def mix_kernels(
         self, p: Projections, memory: Memory, padding: Padding | None = None
@@ -153,20 +177,20 @@ class KimiDeltaAttention(nn.Module):
             memory = kernels.empty_memory(parameters, p.q.shape[0], p.q.dtype)
         lengths = None if padding is None else padding.lengths
         y, memory = kernels.mix(*p, parameters, memory, lengths=lengths, runner=self.runner)
-        return y.reshape(p.q.shape), Memory(*memory)
+        return y.reshape(p.v.shape), Memory(*memory)
 
     def kernel_parameters(self) -> kernels.Parameters:
         """What the kernels need of this layer."""
-        H, D = self.num_heads, self.head_dim
         return kernels.Parameters(
-            H,
-            H,
-            D,
-            D,
+            H=self.num_heads,
+            Hv=self.num_v_heads,
+            Dk=self.head_dim,
+            Dv=self.v_head_dim,
             taps=(self.q_conv.conv.weight, self.k_conv.conv.weight, self.v_conv.conv.weight),
             law=GateLaw(self.A_log, self.dt_bias, self.lower_bound),
             weight=self.o_norm.weight,
             eps=self.o_norm.eps,
+            beta_law="twice" if self.negative_eigenvalues else "sigmoid",
         )
 
     def mix_ops(
@@ -176,11 +200,12 @@ class KimiDeltaAttention(nn.Module):
         q, q_window = self.q_conv(p.q, memory.q, padding)
         k, k_window = self.k_conv(p.k, memory.k, padding)
         v, v_window = self.v_conv(p.v, memory.v, padding)
-        q, k, v = (x.reshape(p.a.shape) for x in (q, k, v))
+        q, k = (x.reshape(*x.shape[:2], self.num_heads, self.head_dim) for x in (q, k))
+        v = v.reshape(p.z.shape)
         lengths = None if padding is None else padding.lengths
         o, state = self.attend(q, k, v, p.a, p.b, memory.state, lengths)
         y = _gated(self.o_norm(o), p.z.astype(o.dtype))
-        return y.reshape(p.q.shape), Memory(q_window, k_window, v_window, state)
+        return y.reshape(p.v.shape), Memory(q_window, k_window, v_window, state)
 
     def attend(
         self,
@@ -192,10 +217,12 @@ class KimiDeltaAttention(nn.Module):
         state: mx.array | None,
         lengths: mx.array | None,
     ) -> tuple[mx.array, mx.array]:
-        """Convolved q, k, v [B, T, H, D], raw gate a and raw beta b -> (o, state)."""
+        """Convolved q, k [B, T, H, Dk], v [B, T, Hv, Dv], raw gate a, raw beta b -> (o, state)."""
         if self.lower_bound is None:
             g = softplus_gate(a, self.A_log, self.dt_bias)
         else:
             g = bounded_gate(a, self.A_log, self.dt_bias, self.lower_bound)
         beta = mx.sigmoid(b.astype(mx.float32))
+        if self.negative_eigenvalues:
+            beta = 2 * beta
         return kda(l2norm(q), l2norm(k), v, g, beta, state=state, lengths=lengths)

@@ -7,7 +7,7 @@ from typing import Any
 from ..errors import CheckpointError
 
 # model_type in config.json -> module with Model and ModelArgs
-FAMILIES = {"kimi_linear": "kimi_linear"}
+FAMILIES = {"kimi_linear": "kimi_linear", "kda": "fla_kda"}
 
 
 def family(config: dict[str, Any]) -> ModuleType:
@@ -18,6 +18,11 @@ def family(config: dict[str, Any]) -> ModuleType:
             f"config.json: model_type {kind!r} is not supported; supported: {', '.join(FAMILIES)}"
         )
     return importlib.import_module(f"{__name__}.{FAMILIES[kind]}")
+
+
+def read_config(config: dict[str, Any]) -> Any:
+    """config.json of any family as its dataclass; CheckpointError names what is wrong with it."""
+    return family(config).ModelArgs.from_dict(config)
 
 
 def get_model_classes(config: dict[str, Any]) -> tuple[type, type]:
@@ -32,4 +37,4 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["FAMILIES", "family", "get_model_classes", "load", "load_model"]
+__all__ = ["FAMILIES", "family", "get_model_classes", "load", "load_model", "read_config"]

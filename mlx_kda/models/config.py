@@ -10,11 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CheckpointError
-
-KDA = "kda"
-MLA = "mla"
-DENSE = "dense"
-MOE = "moe"
+from .hybrid_config import DENSE, KDA, MLA, MOE, HybridConfig, check_bound, check_integer
 
 _NATIVE_ATTENTION = {"linear_attention": KDA, "full_attention": MLA}
 _NATIVE_MLP = {"dense": DENSE, "sparse": MOE}
@@ -38,46 +34,10 @@ _ALIASES = {
 
 
 @dataclass(frozen=True)
-class KimiLinearConfig:
-    """Shapes and rules of one Kimi Linear model; layers are counted from 0.
+class KimiLinearConfig(HybridConfig):
+    """Shapes and rules of one Kimi Linear model."""
 
-    ``gate_lower_bound`` None means the softplus gate, a negative number the bounded one.
-    ``latent_norm_eps`` is not in any config: the published model code leaves the norm of the MLA
-    latents at its default of 1e-6, whatever ``rms_norm_eps`` says.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    layer_types: tuple[str, ...]
-    mlp_layer_types: tuple[str, ...]
-    intermediate_size: int
-    rms_norm_eps: float
-    model_max_length: int
-    tie_word_embeddings: bool
-    linear_num_heads: int
-    linear_head_dim: int
-    linear_conv_kernel_dim: int
-    num_attention_heads: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    kv_lora_rank: int
-    num_experts: int = 0
-    num_experts_per_token: int = 1
-    moe_intermediate_size: int = 0
-    num_shared_experts: int = 0
-    num_expert_group: int = 1
-    topk_group: int = 1
-    moe_router_activation_func: str = "sigmoid"
-    moe_renormalize: bool = True
-    routed_scaling_factor: float = 1.0
-    gate_lower_bound: float | None = None
-    latent_norm_eps: float = 1e-6
     model_type: str = "kimi_linear"
-
-    @property
-    def num_hidden_layers(self) -> int:
-        return len(self.layer_types)
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "KimiLinearConfig":
@@ -94,6 +54,8 @@ class KimiLinearConfig:
         linear = config.get("linear_attn_config") or {}
         layers = _integer(config, "num_hidden_layers")
         nope = _integer(config, "qk_nope_head_dim", config.get("head_dim"))
+        heads = _integer(linear, "num_heads", config.get("linear_num_heads"))
+        dim = _integer(linear, "head_dim", config.get("linear_head_dim"))
         result = cls(
             vocab_size=_integer(config, "vocab_size"),
             hidden_size=_integer(config, "hidden_size"),
@@ -103,8 +65,10 @@ class KimiLinearConfig:
             rms_norm_eps=float(config.get("rms_norm_eps", 1e-5)),
             model_max_length=_integer(config, "model_max_length", 1048576),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            linear_num_heads=_integer(linear, "num_heads", config.get("linear_num_heads")),
-            linear_head_dim=_integer(linear, "head_dim", config.get("linear_head_dim")),
+            linear_num_heads=heads,
+            linear_head_dim=dim,
+            linear_num_v_heads=heads,
+            linear_v_head_dim=dim,
             linear_conv_kernel_dim=_integer(
                 linear, "short_conv_kernel_size", config.get("linear_conv_kernel_dim", 4)
             ),
@@ -128,10 +92,7 @@ class KimiLinearConfig:
         return result
 
     def _check(self) -> None:
-        if self.gate_lower_bound is not None and not self.gate_lower_bound < 0:
-            raise CheckpointError(
-                f"config.json: gate_lower_bound must be negative, got {self.gate_lower_bound}"
-            )
+        check_bound("gate_lower_bound", self.gate_lower_bound)
         if MOE not in self.mlp_layer_types:
             return
         E, groups, kept = self.num_experts, self.num_expert_group, self.topk_group
@@ -260,8 +221,7 @@ def _get(config: Mapping, key: str, default: Any = None) -> Any:
 
 def _integer(config: Mapping, key: str, default: Any = None, least: int = 1) -> int:
     value = _get(config, key, default)
-    if value is None:
-        raise CheckpointError(f"config.json: {key} is missing")
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise CheckpointError(f"config.json: {key} must be an integer >= {least}, got {value!r}")
-    return value
+    return check_integer(key, value, least)
+
+
+__all__ = ["DENSE", "KDA", "MLA", "MOE", "KimiLinearConfig"]

@@ -62,18 +62,18 @@ def _shard_mlp(mlp: nn.Module, group) -> None:
 
 
 def _shard_kda(attn: KimiDeltaAttention, group) -> None:
-    heads = attn.num_heads // group.size()
-    mine = slice(group.rank() * heads, (group.rank() + 1) * heads)
-    channels = slice(mine.start * attn.head_dim, mine.stop * attn.head_dim)
+    heads, v_heads = attn.num_heads // group.size(), attn.num_v_heads // group.size()
+    mine = slice(group.rank() * v_heads, (group.rank() + 1) * v_heads)
     columns = ("q_proj", "k_proj", "v_proj", "f_b_proj", "g_b_proj", "b_proj")
     _split(attn, columns, "all-to-sharded", group)
     _split(attn, ("o_proj",), "sharded-to-all", group)
     for conv in (attn.q_conv.conv, attn.k_conv.conv, attn.v_conv.conv):
-        conv.weight = conv.weight[channels]
-        conv.groups = heads * attn.head_dim
+        count = conv.weight.shape[0] // group.size()
+        conv.weight = conv.weight[group.rank() * count : (group.rank() + 1) * count]
+        conv.groups = count
     attn.A_log = attn.A_log[:, :, mine]
-    attn.dt_bias = attn.dt_bias[channels]
-    attn.num_heads = heads
+    attn.dt_bias = attn.dt_bias[mine.start * attn.head_dim : mine.stop * attn.head_dim]
+    attn.num_heads, attn.num_v_heads = heads, v_heads
 
 
 def _shard_mla(attn: MLA, group) -> None:
