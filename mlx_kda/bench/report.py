@@ -1,0 +1,155 @@
+"""`bench all`: one Markdown page of everything that this machine can measure or count."""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+from ..files import write_text
+from . import machine, results
+
+# What each table of the page is run with, beside the options of `bench all`.
+_PLAN: dict[str, dict[str, Any]] = {
+    "op": {
+        "heads": [4, 32],
+        "dim": 128,
+        "batch": 1,
+        "dtype": "float32",
+        "row": "random",
+        "paths": "auto",
+        "samples": 7,
+    },
+    "model": {"contexts": [256, 1024], "samples": 5},
+    "launches": {"q_bits": 4},
+    "counters": {"tokens": 64, "dim": 128, "dtype": "bfloat16"},
+}
+_CUDA = {
+    "candidate": "candidate",
+    "dtype": "dtype",
+    "row": "inputs",
+    "H": "H",
+    "T": "T",
+    "ms": "ms",
+    "spread": "spread",
+    "error": "error",
+    "state_error": "state error",
+    "failed": "failed",
+}
+
+
+def write(path: Path, command: str, args: argparse.Namespace, run_one: Callable) -> None:
+    """Run the kinds of `_PLAN` and write the page; ``run_one(benchmark, options)`` gives rows."""
+    from ..cli.benchmarks import BENCHMARKS
+
+    about = machine.describe(command)
+    parts = [_head(about)]
+    with tempfile.TemporaryDirectory(prefix="mlx-kda-bench-") as scratch:
+        model = args.model or _small_model(Path(scratch))
+        given = {"tokens": args.tokens, "budget": args.budget, "model": model}
+        for name, plan in _PLAN.items():
+            benchmark = BENCHMARKS[name]
+            options = argparse.Namespace(**{**given, **plan})
+            rows = run_one(benchmark, options)
+            parts.append(_section(benchmark.what, benchmark.columns, benchmark.note, rows, about))
+    parts += [_cuda(Path(file)) for file in args.cuda]
+    parts.append(_predicted(rows) if about["device"] != "Metal GPU" else "")
+    parts.append(_UNKNOWN)
+    try:
+        write_text(path, "\n\n".join(part for part in parts if part) + "\n")
+    except OSError as e:
+        raise UserError(f"cannot write {path}: {e.strerror}") from e
+
+
+def _small_model(scratch: Path) -> str:
+    from ..convert import convert
+    from ..demo import find_checkpoint
+
+    out = scratch / "tiny-kimi-linear"
+    convert(find_checkpoint(None), out, dtype="float32")
+    return str(out)
+
+
+def _head(about: dict[str, Any]) -> str:
+    packages = ", ".join(f"{name} {version}" for name, version in about["packages"].items())
+    return f"""# Benchmarks
+
+Written by `{about["command"]}` on {about["date"]}, commit {about["commit"] or "unknown"}.
+
+- {about["chip"]} ({about["device"]}), {about["cores"]} cores, {about["memory_gb"]} GB
+- {about["system"]}, Python {about["python"]}, {packages}
+
+Times compare only within a table: candidates took turns in one process. Numbers of another machine
+stand under a heading that names it. **Nothing here was measured on an Apple GPU unless the line
+above says Metal.**"""
+
+
+def _section(what, columns, note, rows, about) -> str:
+    noisy = sum(row.get("steady") is False for row in rows)
+    parts = [f"## {what[0].upper()}{what[1:]}"]
+    parts.append(results.markdown(rows, columns))
+    if note:
+        parts.append(note)
+    if noisy:
+        parts.append(
+            f"{noisy} of {len(rows)} rows spread over more than 5 % of their median: the machine "
+            f"({about['cores']} cores) was not quiet."
+        )
+    return "\n\n".join(parts)
+
+
+def _cuda(path: Path) -> str:
+    """Rows that `mlx_kda.bench.cuda` wrote on another machine."""
+    try:
+        document = json.loads(path.read_text())
+        rows, where = document["rows"], document["machine"]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise UserError(f"{path} is not a result of mlx_kda.bench.cuda: {e}") from e
+    shown = [key for key in _CUDA if any(key in row for row in rows)]
+    table = results.markdown(rows, {key: _CUDA[key] for key in shown})
+    return f"## {document['title']}\n\n{where}\n\n{table}\n\n{document.get('note', '')}".rstrip()
+
+
+def _predicted(rows: list[dict[str, Any]]) -> str:
+    """Prefill of the recurrence on Apple chips by the counters' model, named a prediction."""
+    lines = list(_predictions(rows))
+    if not lines:
+        return ""
+    table = results.markdown(
+        lines,
+        {"chip": "chip", "candidate": "kernel", "low": "us a token, at least", "high": "at most"},
+    )
+    return f"""## Predicted, not measured: the recurrence of one KDA layer on Apple chips
+
+{table}
+
+For 32 heads of 128 x 128, from the counters above: core-cycles of ALU and L1 fully overlapped (at
+least) or not at all (at most), over cores x clock. A model of M1-class cores; it knows nothing of
+memory bandwidth beyond the cores, of launches, or of how well a compiler does."""
+
+
+# GPU cores and clock in GHz, from public specifications and measurements.
+_CHIPS = {"M1 Max": (32, 1.3), "M3 Ultra": (80, 1.4), "M4 Max": (40, 1.58)}
+
+
+def _predictions(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    wanted = ("ours chunk exact", "ours chunk half", "mlx-lm gated_delta_step_vec")
+    for chip, (cores, clock) in _CHIPS.items():
+        for row in rows:
+            if row["candidate"] in wanted:
+                scale = 32 / (cores * clock * 1e3)
+                yield {
+                    "chip": chip,
+                    "candidate": row["candidate"],
+                    "low": row["overlapped"] * scale,
+                    "high": row["serial"] * scale,
+                }
+
+
+_UNKNOWN = """## What is not known
+
+- How fast any of this is on an Apple GPU: `mlx-kda bench all --report FILE` on a Mac settles it.
+- What launches cost there: the table counts them, it does not time them.
+- MLX's Linux CPU build multiplies matrices by a plain BLAS: CPU times say little about a Mac."""

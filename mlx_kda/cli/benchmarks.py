@@ -1,0 +1,237 @@
+"""The kinds of `mlx-kda bench`: their options, columns, and how their rows are made.
+
+Nothing heavy is imported until rows are asked for.
+"""
+
+import argparse
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_kda.cli import common
+
+Rows = Iterator[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One kind: its name, what it is in a line, its columns, options and rows."""
+
+    name: str
+    what: str
+    columns: dict[str, str]
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    rows: Callable[[argparse.Namespace], Rows]
+    note: str = ""
+
+
+def integers(text: str) -> list[int]:
+    """An argparse type: 1,512,2048."""
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or min(values) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list like 1,512,2048")
+    return values
+
+
+def _timed(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--samples", type=common.number(int, 3), default=7, metavar="N")
+    parser.add_argument(
+        "--budget",
+        type=common.number(float, 0.1),
+        default=20.0,
+        metavar="S",
+        help="seconds a candidate and size may take (default: 20)",
+    )
+
+
+def _op_arguments(parser: argparse.ArgumentParser) -> None:
+    _timed(parser)
+    parser.add_argument("--tokens", type=integers, default=[1, 64, 512, 2048], metavar="T,T")
+    parser.add_argument("--heads", type=integers, default=[4, 32], metavar="H,H")
+    parser.add_argument("--dim", type=common.number(int, 1), default=128, metavar="D")
+    parser.add_argument("--batch", type=common.number(int, 1), default=1, metavar="B")
+    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32")
+    parser.add_argument("--row", default="random", help="kind of inputs (default: random)")
+    parser.add_argument("--paths", default="auto", help="ours to run (default: auto)")
+
+
+def _op_rows(args: argparse.Namespace) -> Rows:
+    from mlx_kda import oracle
+    from mlx_kda.bench import op
+    from mlx_kda.errors import UserError
+    from mlx_kda.ops import PATHS
+
+    if args.row not in oracle.ROWS:
+        raise UserError(f"--row is one of {', '.join(oracle.ROWS)}, got {args.row!r}")
+    paths = args.paths.split(",")
+    unknown = [path for path in paths if path not in PATHS]
+    if unknown:
+        raise UserError(f"--paths takes {', '.join(PATHS)}, got {unknown[0]!r}")
+    return op.run(
+        args.tokens,
+        args.heads,
+        dim=args.dim,
+        batch=args.batch,
+        dtype=args.dtype,
+        row=args.row,
+        paths=paths,
+        samples=args.samples,
+        budget=args.budget,
+    )
+
+
+def _model_arguments(parser: argparse.ArgumentParser) -> None:
+    _timed(parser)
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("--contexts", type=integers, default=[1024, 8192], metavar="N,N")
+
+
+def _model_rows(args: argparse.Namespace) -> Rows:
+    from mlx_kda.bench import model
+
+    return model.run(Path(args.model), args.contexts, samples=args.samples, budget=args.budget)
+
+
+def _launches_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--q-bits", type=int, choices=(0, 4, 8), default=4, metavar="N")
+
+
+def _launches_rows(args: argparse.Namespace) -> Rows:
+    from mlx_kda.bench import steps
+
+    return steps.run(args.q_bits or None)
+
+
+def _counters_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=common.number(int, 1), default=64, metavar="T")
+    parser.add_argument("--dim", type=int, choices=range(32, 257, 32), default=128, metavar="D")
+    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
+
+
+def _counters_rows(args: argparse.Namespace) -> Rows:
+    from mlx_kda.bench import counters
+
+    return counters.run(args.tokens, args.dim, args.dtype)
+
+
+def _convert_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SRC")
+    parser.add_argument("--q-bits", type=int, metavar="N")
+    parser.add_argument("--samples", type=common.number(int, 1), default=3, metavar="N")
+
+
+def _convert_rows(args: argparse.Namespace) -> Rows:
+    from mlx_kda.bench import conversion
+
+    return conversion.run(Path(args.source), q_bits=args.q_bits, samples=args.samples)
+
+
+def _endurance_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=common.number(int, 0), default=30_000, metavar="N")
+    parser.add_argument(
+        "--prompts", type=integers, default=[20_000, 100_000], metavar="N,N", help="lengths"
+    )
+    parser.add_argument("--policy", default="window:1024+16", help="default: window:1024+16")
+
+
+def _endurance_rows(args: argparse.Namespace) -> Rows:
+    from mlx_kda.bench import endurance
+
+    return itertools.chain(
+        endurance.decode(args.steps, policy=args.policy),
+        endurance.prompts(args.prompts, policy=args.policy),
+    )
+
+
+def _columns(names: str, **headings: str) -> dict[str, str]:
+    return {name: headings.get(name, name) for name in names.split()}
+
+
+BENCHMARKS = {
+    benchmark.name: benchmark
+    for benchmark in (
+        Benchmark(
+            "op",
+            "the op's paths against mlx-lm's, with the error beside the time",
+            _columns(
+                "H T candidate path ms us_per_token spread calls error", us_per_token="us a token"
+            ),
+            _op_arguments,
+            _op_rows,
+            "Inputs of `--row`, every call from the state that the one before left; spread is that "
+            "between the quartiles over the median; error is that of the output against float64.",
+        ),
+        Benchmark(
+            "model",
+            "prefill and decode of an MLX folder against mlx-lm's class",
+            _columns(
+                "context phase candidate ms tokens_per_second spread launches peak_mb",
+                tokens_per_second="tokens/s",
+                peak_mb="peak MB",
+            ),
+            _model_arguments,
+            _model_rows,
+            "The same folder and loop for both; launches are nodes of this device's graph.",
+        ),
+        Benchmark(
+            "launches",
+            "kernels that a decode step of Kimi Linear 48B asks of a GPU, counted",
+            _columns("candidate q_bits launches", q_bits="bits"),
+            _launches_arguments,
+            _launches_rows,
+            "Counted from the graph as it is built with Metal, for the 48B's layers; nothing ran.",
+        ),
+        Benchmark(
+            "counters",
+            "what a kernel asks of a GPU, from the emulator, beside mlx-lm's and MLX's",
+            _columns(
+                "candidate gate T mma fma special shuffles simd_sums barriers device_bytes "
+                "unique_bytes threadgroup_bytes alu l1 overlapped serial",
+                mma="MMA",
+                fma="FMA",
+                special="exp etc.",
+                simd_sums="SIMD sums",
+                device_bytes="device bytes",
+                unique_bytes="unique bytes",
+                threadgroup_bytes="threadgroup bytes",
+                alu="ALU*",
+                l1="L1*",
+                overlapped="max*",
+                serial="sum*",
+            ),
+            _counters_arguments,
+            _counters_rows,
+            "Per token and head, instructions per SIMD-group. *Core-cycles by a model of M1-class "
+            "cores, not measured on a GPU.",
+        ),
+        Benchmark(
+            "convert",
+            "seconds and peak memory against mlx_lm.convert",
+            _columns(
+                "candidate q_bits seconds slowest peak_mb failed", q_bits="bits", peak_mb="peak MB"
+            ),
+            _convert_arguments,
+            _convert_rows,
+            "Each conversion is a process of its own; peak is its highest resident memory.",
+        ),
+        Benchmark(
+            "endurance",
+            "memory over long runs of a small random model of 24 layers",
+            _columns(
+                "run policy tokens resident_mb arrays peak_mb cache_mb tokens_per_second",
+                resident_mb="resident MB",
+                arrays="live arrays",
+                peak_mb="peak MB",
+                cache_mb="cache MB",
+                tokens_per_second="tokens/s",
+            ),
+            _endurance_arguments,
+            _endurance_rows,
+        ),
+    )
+}
