@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from .. import oracle
+from ..files import write_text
 
 D = 128
 HEADS = (32, 96)
@@ -95,11 +96,31 @@ def run(kind: str) -> Iterator[dict[str, Any]]:
 
 
 def main(kind: str, out: str) -> None:
-    rows = []
+    """Run one framework's candidates; the document is whole after every row."""
+    document: dict[str, Any] = {
+        "title": f"Measured on CUDA: {'MLX' if kind == 'mlx' else 'PyTorch'}",
+        "machine": _machine(kind),
+        "note": "Errors are those of two heads on up to 2,048 tokens against float64.",
+        "rows": [],
+    }
     for row in run(kind):
         print(json.dumps(row), flush=True)
-        rows.append(row)
-        Path(out).write_text(json.dumps(rows, indent=1))
+        document["rows"].append(row)
+        write_text(Path(out), json.dumps(document, indent=1) + "\n")
+
+
+def _machine(kind: str) -> str:
+    date = time.strftime("%Y-%m-%d", time.gmtime())
+    if kind == "mlx":
+        import mlx.core as mx
+
+        name = mx.device_info().get("device_name", "CUDA GPU")
+        return f"{name}, mlx {mx.__version__}, {date}"
+    import fla
+    import torch
+
+    name = torch.cuda.get_device_name()
+    return f"{name}, torch {torch.__version__}, fla {fla.__version__}, {date}"
 
 
 if __name__ == "__main__":
