@@ -113,6 +113,8 @@ class Talk:
             except (Stopped, KeyboardInterrupt):
                 pass  # a second Ctrl-C cuts a step short, which is undone
             except UserError as error:
+                if statistics.generation_tokens:
+                    common.write("\n")
                 common.note(f"mlx-kda: {error}")
                 return
             if stop:
