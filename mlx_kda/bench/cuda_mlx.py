@@ -1,7 +1,7 @@
 """Candidates of `bench.cuda` in MLX: our operations, our kernels, and mlx-lm's two paths."""
 
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 
 import mlx.core as mx
 import numpy as np
@@ -62,11 +62,15 @@ def _calls(q, k, v, g, beta, state, T, D, dtype) -> dict:
     return calls
 
 
+@cache
+def _vector_kernel():
+    return mlx_lm_gated_delta(partial(metal_kernel, runner=RUNNER))["gated_delta_step_vec"]
+
+
 def _vector(q, k, v, decay, beta, state) -> list[mx.array]:
     """mlx-lm's Metal kernel for per-channel gates, its body through the same runner as ours."""
     B, T, H, D = q.shape
-    run = mlx_lm_gated_delta(partial(metal_kernel, runner=RUNNER))["gated_delta_step_vec"]
-    return run(
+    return _vector_kernel()(
         inputs=[q, k, v, decay, beta, state, T],
         template=[
             ("InT", q.dtype), ("StT", mx.float32), ("Dk", D), ("Dv", D), ("Hk", H), ("Hv", H)
