@@ -147,6 +147,13 @@ def test_the_command(capsys):
     assert "unknown runner 'abacus'" in capsys.readouterr().err
 
 
+def test_the_command_checks_the_kernels_of_a_folder(tiny_mlx, capsys):
+    assert main(["doctor", str(tiny_mlx), "--runner", "emulator-fast", "--json"]) == 0
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert checks and all(check["ok"] for check in checks)
+    assert any(check["kernel"].startswith("kda_") for check in checks)
+
+
 def test_the_command_fails_on_a_wrong_kernel(monkeypatch, capsys):
     _spoil(monkeypatch, lambda y, m: (mx.zeros_like(y), m))
     assert main(["doctor", "--runner", "emulator-fast", "--heads", "1"]) == 1

@@ -65,7 +65,7 @@ def _verdicts(folder: str | None, heads: int, runner: str) -> Iterator[Any]:
     from mlx_kda.layers import KimiDeltaAttention, MoE
 
     if folder is not None:
-        model, _ = common.load_model(folder)
+        model = common.load_model(folder)
         yield from doctor.check_model(model, model.model.norm.weight.dtype, runner)
         return
     layer = KimiDeltaAttention(64, heads, 128, taps=4, norm_eps=1e-5)
