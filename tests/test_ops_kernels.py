@@ -32,6 +32,16 @@ def test_auto_takes_the_kernel_of_the_length(T, path):
     assert explain(*arrays, state=state, runner="emulator").path == path
 
 
+@pytest.mark.parametrize("path", ["auto", *KERNELS])
+@pytest.mark.parametrize("sizes", [{"B": 0, "T": 20}, {"B": 2, "T": 0}])
+def test_an_empty_call_launches_nothing(path, sizes):
+    """A grid of no threads is a fault in the emulator and undefined on a GPU."""
+    _, arrays, state = inputs(**sizes)
+    o, S = kda(*arrays, state=state, path=path, runner="emulator")
+    assert o.shape == (sizes["B"], sizes["T"], 2, 64)
+    assert np.array_equal(np.array(S), np.array(state))
+
+
 def test_auto_on_the_cpu_says_why_it_takes_no_kernel():
     _, arrays, _ = inputs(T=40)
     assert explain(*arrays).path == "chunk"

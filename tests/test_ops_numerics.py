@@ -206,3 +206,12 @@ def test_no_tokens_change_nothing(fn, with_state):
     o, S = fn(*[mx.array(a) for a in x.arrays()], state=state)
     assert o.shape == (2, 0, 2, 4)
     assert np.array_equal(np.array(S), x.state if with_state else np.zeros_like(x.state))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("T", [5, 40])
+def test_no_rows_are_no_mistake(path, T):
+    """B = 0, a batch that all rows have left, gives empty results of the right shapes."""
+    x = oracle.make("random", T=T, B=0, H=1, Hv=2, Dk=8, Dv=4)
+    o, S = run(path, x)
+    assert o.shape == (0, T, 2, 4) and S.shape == (0, 2, 4, 8)

@@ -69,6 +69,8 @@ def kda_chunk(
     if segment < CHUNK or segment % CHUNK:
         raise ValueError(f"segment must be a multiple of {CHUNK} tokens, got {segment}")
     S = p.initial_state(state)
+    if p.empty:
+        return p.no_output(), S
     operand = mx.float32 if mode == "exact" else mx.float16
     prepare, scan = kernel("kda_chunk_prepare", runner), kernel("kda_chunk_scan", runner)
     ends = lengths_or_full(lengths, p.B, p.T)
@@ -105,6 +107,4 @@ def kda_chunk(
             output_dtypes=[p.dtype, mx.float32],
         )
         outputs.append(o)
-    if not outputs:
-        return mx.zeros((p.B, 0, p.Hv, p.Dv), dtype=p.dtype), S
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1), S

@@ -51,6 +51,8 @@ def kda_recurrent(
     if not ok:
         raise ValueError(f"kda_recurrent: {reason}")
     S = p.initial_state(state)
+    if p.empty:
+        return p.no_output(), S
     run = kernel("kda_recurrent", runner)
     ends = lengths_or_full(lengths, p.B, p.T)
     outputs = []
@@ -69,8 +71,6 @@ def kda_recurrent(
             output_dtypes=[p.dtype, mx.float32],
         )
         outputs.append(o)
-    if not outputs:
-        return mx.zeros((p.B, 0, p.Hv, p.Dv), dtype=p.dtype), S
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1), S
 
 

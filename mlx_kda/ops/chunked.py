@@ -77,8 +77,8 @@ def run(
 ) -> tuple[mx.array, mx.array]:
     """`kda_chunk_ref` for arguments that were checked."""
     S = p.initial_state(state)
-    if p.T == 0:
-        return mx.zeros((p.B, 0, p.Hv, p.Dv), dtype=p.dtype), S
+    if p.empty:
+        return p.no_output(), S
 
     # Inside, the state is [B, Hv, Dk, Dv]: K~ S^T is then a plain product of row-major matrices,
     # twice as fast with a plain BLAS. Callers get a view in the public orientation.

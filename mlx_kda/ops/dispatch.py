@@ -140,8 +140,8 @@ def _kernel(p: Problem, runner: str) -> tuple[str | None, str]:
     name, why = resolve(runner)
     if name == "ops":
         return None, why
-    if p.T == 0:
-        return None, "there are no tokens"
+    if p.empty:
+        return None, "there is nothing to compute"
     path = "kda_chunk" if p.T > _CHUNK_FROM else "kda_recurrent"
     fits, reason = _fits(path, p)
     return (path, f"{p.T} tokens; {why}") if fits else (None, reason)

@@ -42,6 +42,8 @@ class Problem:
             if x.dtype not in _FLOATS:
                 raise ValueError(f"{name} must be float32, float16 or bfloat16, got {x.dtype}")
         B, T, H, Dk = q.shape
+        if Dk == 0:
+            raise ValueError(f"q must have at least one key channel, got shape {q.shape}")
         Hv, Dv = v.shape[2:]
         _same("k", k, (B, T, H, Dk), "the shape of q")
         _same("v", v, (B, T, Hv, Dv), "[B, T, Hv, Dv] with the B and T of q")
@@ -77,6 +79,15 @@ class Problem:
         if state is not None:
             return state
         return mx.zeros((self.B, self.Hv, self.Dv, self.Dk), dtype=mx.float32)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to compute: no tokens, no rows or no value channels."""
+        return self.B * self.T * self.Dv == 0
+
+    def no_output(self) -> mx.array:
+        """The output of an empty call."""
+        return mx.zeros((self.B, self.T, self.Hv, self.Dv), dtype=self.dtype)
 
 
 def _same(name: str, x: mx.array, shape: tuple[int, ...], what: str) -> None:

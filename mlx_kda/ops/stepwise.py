@@ -44,8 +44,8 @@ def run(
 ) -> tuple[mx.array, mx.array]:
     """`kda_step` for arguments that were checked."""
     S = p.initial_state(state)
-    if p.T == 0:
-        return mx.zeros((p.B, 0, p.Hv, p.Dv), dtype=p.dtype), S
+    if p.empty:
+        return p.no_output(), S
     S = mx.contiguous(S.swapaxes(-1, -2))
 
     q, k, v, a, beta = prepare(p, q, k, v, g, beta)
