@@ -124,7 +124,7 @@ for (int j = 0; j < K; ++j) {
   total += its;
   if (lane == j) {
     weight = its;
-    expert = uint(winner);
+    expert = uint(min(winner, int(E) - 1));  // NaN beats nothing: no expert beyond the last
   }
 }
 if (lane < K) {

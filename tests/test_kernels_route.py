@@ -69,6 +69,16 @@ def test_equal_choices_take_the_lower_expert():
     assert np.allclose(np.array(weights), 1 / 3)
 
 
+@pytest.mark.parametrize("activation", ["sigmoid", "softmax"])
+def test_nan_chooses_no_expert_that_is_not_there(activation):
+    """An index past the last expert would be a read out of bounds in the experts' products."""
+    logits = mx.array([[np.nan] * 16, [np.nan] + [0.0] * 15], dtype=mx.float32)
+    chosen, _ = moe_route(
+        logits, mx.zeros((16,)), top_k=4, activation=activation, runner="emulator"
+    )
+    assert np.array(chosen).max() < 16
+
+
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_weights_come_out_in_the_activations_dtype(dtype):
     logits, bias = draw(16)
