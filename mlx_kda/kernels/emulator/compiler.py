@@ -14,6 +14,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from ...errors import UserError
+from ...files import cache_dir
 
 HERE = Path(__file__).parent
 COMPILERS = ("c++", "g++", "clang++")
@@ -53,19 +54,9 @@ KERNEL = {
         "-g1",
         "-fno-tree-vectorize",
         "-fsanitize=thread",
-        "-mno-red-zone",
         "-DEMU_COUNT=1",
     ],
 }
-
-
-def cache_dir() -> Path:
-    """Where compiled kernels are kept: ``~/Library/Caches/mlx-kda`` on a Mac, else
-    ``$XDG_CACHE_HOME/mlx-kda`` or ``~/.cache/mlx-kda``. It can be deleted at any time."""
-    if platform.system() == "Darwin":
-        return Path.home() / "Library" / "Caches" / "mlx-kda"
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "mlx-kda"
 
 
 def mlx_include() -> Path:
