@@ -3,6 +3,7 @@
 import re
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_kda.errors import UserError
 
@@ -58,17 +59,20 @@ def is_finite(array: mx.array) -> bool:
     """Whether all values are finite, read off the bits: many times faster than `mx.isfinite`.
 
     Infinity and NaN have the largest magnitudes. As unsigned integers the negative ones are the
-    largest of all; as signed integers the positive ones are.
+    largest of all; as signed integers the positive ones are. numpy looks, in the array's own
+    memory: its vectorised maximum is as fast as that memory.
     """
     signed, unsigned, infinity = {
-        mx.float32: (mx.int32, mx.uint32, 0x7F800000),
-        mx.float16: (mx.int16, mx.uint16, 0x7C00),
-        mx.bfloat16: (mx.int16, mx.uint16, 0x7F80),
+        mx.float32: (np.int32, np.uint32, 0x7F800000),
+        mx.float16: (np.int16, np.uint16, 0x7C00),
+        mx.bfloat16: (np.int16, np.uint16, 0x7F80),
     }[array.dtype]
     top = 1 << (8 * array.dtype.size - 1)
-    positive, negative = mx.max(array.view(signed)), mx.max(array.view(unsigned))
-    mx.eval(positive, negative)
-    return positive.item() < infinity and negative.item() < infinity + top
+    carrier = mx.uint32 if array.dtype.size == 4 else mx.uint16
+    bits = np.array(mx.contiguous(array).view(carrier), copy=False)
+    return not bits.size or bool(
+        bits.view(signed).max() < infinity and bits.view(unsigned).max() < infinity + top
+    )
 
 
 def is_cast(name: str, spec: Spec) -> bool:
