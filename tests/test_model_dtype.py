@@ -5,6 +5,7 @@ import pytest
 from helpers.tiny import difference, tiny_config, tiny_model, tiny_weights, tokens, write_model
 from mlx.utils import tree_flatten, tree_unflatten
 
+from mlx_kda import doctor
 from mlx_kda.models import load_model
 from mlx_kda.models.kimi_linear import DecoderLayer
 
@@ -115,3 +116,13 @@ def test_16_bit_logits_are_near_the_float32_ones(dtype):
     exact.update(tree_unflatten(list(rounded.items())))
     error = difference(half_model(dtype)(IDS).astype(mx.float32), exact(IDS))
     assert error < {mx.float16: 0.02, mx.bfloat16: 0.2}[dtype]
+
+
+def test_e8_kernels_are_checked_in_the_dtype_that_they_run_in(tmp_path, monkeypatch):
+    """Case E8's kind: a float32 final norm does not make the self-check one of float32."""
+    weights = half_weights(mx.bfloat16)
+    weights["model.norm.weight"] = weights["model.norm.weight"].astype(mx.float32)
+    asked = []
+    monkeypatch.setattr(doctor, "prepare", lambda model, dtype: asked.append(dtype))
+    load_model(write_model(tmp_path, tiny_config(), weights))
+    assert asked == [mx.bfloat16]

@@ -57,7 +57,7 @@ def _build(source: "Source", runner: str) -> nn.Module:
     mx.eval(model.parameters())
     model.merge()
     model.eval()
-    prepare(model, model.model.norm.weight.dtype)
+    prepare(model, model.model.dtype)
     return model
 
 
