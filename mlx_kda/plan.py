@@ -103,7 +103,7 @@ def working_set(
 def machine() -> Memory:
     """This machine's memory: on a Mac what Metal recommends to use, else all there is."""
     if mx.metal.is_available():
-        info = mx.device_info()
+        info = mx.device_info(mx.gpu)
         return Memory(
             int(info["memory_size"]),
             int(info["max_recommended_working_set_size"]),

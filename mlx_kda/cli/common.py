@@ -226,9 +226,10 @@ def load_model(path: str) -> Any:
 
     with status(f"loading {path}"):
         model = load(path)
-    if mx.metal.is_available():
+    limit = mx.device_info(mx.default_device()).get("max_recommended_working_set_size")
+    if mx.metal.is_available() and limit:  # a Mac's CPU has no such limit
         # Weights kept resident: without it macOS may page them out between two tokens.
-        mx.set_wired_limit(mx.device_info()["max_recommended_working_set_size"])
+        mx.set_wired_limit(limit)
     return model
 
 
