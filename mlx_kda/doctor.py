@@ -114,7 +114,8 @@ def _routed(moe: MoE, logits: mx.array) -> list[np.ndarray]:
 def _check_one(layer: KimiDeltaAttention, kernel: str, T: int, dtype: mx.Dtype) -> Verdict:
     bound = BOUNDS[dtype]
     inputs = _inputs(layer, T, dtype)
-    truth = _flat(*layer.mix_ops(*inputs))
+    # Token by token: matrix products in float32 are rounded to fewer bits on some GPUs.
+    truth = _flat(*layer.mix_ops(*inputs, path="reference"))
     try:
         got = _flat(*layer.mix_kernels(*inputs))
     except Exception as error:  # whatever a compiler or a GPU comes up with

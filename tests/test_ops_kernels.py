@@ -7,7 +7,8 @@ from helpers import oracle
 from tolerances import OP_FLOAT32
 
 from mlx_kda.errors import UserError
-from mlx_kda.ops import explain, kda
+from mlx_kda.layers import KimiDeltaAttention
+from mlx_kda.ops import dispatch, explain, kda
 
 KERNELS = ("kda_recurrent", "kda_chunk")
 
@@ -46,6 +47,25 @@ def test_auto_on_the_cpu_says_why_it_takes_no_kernel():
     _, arrays, _ = inputs(T=40)
     assert explain(*arrays).path == "chunk"
     assert "Apple GPU" in explain(*arrays).reason
+
+
+@pytest.fixture
+def as_on_a_mac(monkeypatch):
+    """The dispatcher's choice as on a Mac; a kernel that is run fails the test."""
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(dispatch, "_by_kernel", lambda *_: pytest.fail("a kernel was run"))
+
+
+@pytest.mark.parametrize("T", [1, 5, 40])
+def test_operations_are_operations_on_a_mac_too(as_on_a_mac, T):
+    """The self-check's truth, and what takes over when it fails, must not be a kernel itself."""
+    _, arrays, state = inputs(T=T)
+    assert explain(*arrays, state=state).path in KERNELS
+    assert explain(*arrays, state=state, runner="ops").path not in KERNELS
+    layer = KimiDeltaAttention(16, 1, 32, taps=4, norm_eps=1e-5).eval()
+    y = layer(mx.ones((1, T, 16)))
+    assert y.shape == (1, T, 16)
 
 
 @pytest.mark.parametrize("path", KERNELS)

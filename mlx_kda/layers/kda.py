@@ -194,16 +194,20 @@ class KimiDeltaAttention(nn.Module):
         )
 
     def mix_ops(
-        self, p: Projections, memory: Memory, padding: Padding | None = None
+        self,
+        p: Projections,
+        memory: Memory,
+        padding: Padding | None = None,
+        path: str = "auto",
     ) -> tuple[mx.array, Memory]:
-        """``mix`` by MLX operations."""
+        """``mix`` by MLX operations, the recurrence by ``path`` of them."""
         q, q_window = self.q_conv(p.q, memory.q, padding)
         k, k_window = self.k_conv(p.k, memory.k, padding)
         v, v_window = self.v_conv(p.v, memory.v, padding)
         q, k = (x.reshape(*x.shape[:2], self.num_heads, self.head_dim) for x in (q, k))
         v = v.reshape(p.z.shape)
         lengths = None if padding is None else padding.lengths
-        o, state = self.attend(q, k, v, p.a, p.b, memory.state, lengths)
+        o, state = self.attend(q, k, v, p.a, p.b, memory.state, lengths, path)
         y = _gated(self.o_norm(o), p.z.astype(o.dtype))
         return y.reshape(p.v.shape), Memory(q_window, k_window, v_window, state)
 
@@ -216,6 +220,7 @@ class KimiDeltaAttention(nn.Module):
         b: mx.array,
         state: mx.array | None,
         lengths: mx.array | None,
+        path: str = "auto",
     ) -> tuple[mx.array, mx.array]:
         """Convolved q, k [B, T, H, Dk], v [B, T, Hv, Dv], raw gate a, raw beta b -> (o, state)."""
         if self.lower_bound is None:
@@ -225,4 +230,6 @@ class KimiDeltaAttention(nn.Module):
         beta = mx.sigmoid(b.astype(mx.float32))
         if self.negative_eigenvalues:
             beta = 2 * beta
-        return kda(l2norm(q), l2norm(k), v, g, beta, state=state, lengths=lengths)
+        # By operations where the op by itself would take a kernel: this is what stands in for them.
+        options = {"state": state, "lengths": lengths, "path": path, "runner": "ops"}
+        return kda(l2norm(q), l2norm(k), v, g, beta, **options)

@@ -65,7 +65,7 @@ def kda(
         path: "auto"; "reference", "step" or "chunk" (MLX operations, on any device); or the
             Metal kernels "kda_recurrent" or "kda_chunk".
         runner: what runs a kernel: "metal", "emulator", "emulator-fast", "cuda", or "auto" (the
-            GPU at hand).
+            GPU at hand). "ops" with path "auto": no kernel, on any device.
 
     Returns:
         (o, state): [B, T, Hv, Dv] in v's dtype, [B, Hv, Dv, Dk] float32. All paths are
