@@ -1,6 +1,10 @@
 """Fixtures that several files share."""
 
+import mlx.core as mx
 import pytest
+
+# What tests expect is what MLX computes on the CPU, on a Mac too; test_metal.py asks for the GPU.
+mx.set_default_device(mx.cpu)
 
 
 @pytest.fixture(scope="session")
