@@ -61,7 +61,7 @@ def test_help_is_quick():
         ["generate", "m", "--max-tokens", "-3", "--prompt", "x"],
         ["generate", "m", "--max-tokens", "many", "--prompt", "x"],
         ["generate", "m", "--prompt", "x", "--prompt-file", "y"],
-        ["chat"],
+        ["chat", "m", "another"],
         ["info"],
     ],
 )

@@ -20,12 +20,19 @@ SUMMARY = "talk with a model"
 EXAMPLE = (
     'mlx-kda chat kimi-4bit --system "Answer in one sentence." --temp 0.6\n'
     "  mlx-kda chat kimi-4bit --session monday.session\n"
+    "  mlx-kda chat\n"
     "  printf 'Hello\\nAnd in French?\\n' | mlx-kda chat kimi-4bit"
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="folder or hub id of a checkpoint")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="folder or hub id of a checkpoint (default: examples/tiny-kimi-linear of this "
+        "project's repository, converted to 4 bits the first time)",
+    )
     parser.add_argument("--system", metavar="TEXT", help="a system message")
     parser.add_argument("--resume", metavar="FILE", help="go on with a saved session")
     parser.add_argument(
@@ -41,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
     from mlx_kda.cli.talk import Talk
     from mlx_kda.cli.terminal import Terminal
 
+    if args.model is None:
+        args.model = _small_model()
     common.check_memory(args, args.max_tokens, args.policy)
     talk = Talk(_session(args), common.sampling_options)
     talk.set_options(vars(args))
@@ -59,6 +68,15 @@ def run(args: argparse.Namespace) -> int:
             if args.session is not None:
                 talk.session.save(args.session)
     return talk.ended or 0
+
+
+def _small_model() -> str:
+    """The folder of the model for a chat that names none."""
+    from mlx_kda.demo import CHECKPOINT, default_model
+
+    folder = default_model(common.note)
+    common.note(f"no MODEL was named: this is {CHECKPOINT.name}, which knows common nouns")
+    return str(folder)
 
 
 def _session(args: argparse.Namespace) -> "Session":

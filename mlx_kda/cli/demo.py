@@ -1,22 +1,33 @@
-"""Convert a checkpoint to 4 bits, ask it three questions and let it go on from a text.
+"""The whole way in under a minute: convert, ask, go on from a text, find a pass key, resume.
 
-The checkpoint is examples/tiny-kimi-linear of this project's repository, or the one named.
+Converts examples/tiny-kimi-linear of this project's repository, or the checkpoint named, into a
+temporary folder. Nothing is left behind.
 """
 
 import argparse
-import tempfile
+import shutil
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlx_kda.cli import common
+from mlx_kda.cli.stopping import ending
+from mlx_kda.errors import UserError
 
 if TYPE_CHECKING:
+    from mlx_kda.convert import ConversionReport
     from mlx_kda.generate import Piece, Statistics
+    from mlx_kda.session import Session
 
-SUMMARY = "convert a small checkpoint and answer from it"
-EXAMPLE = "mlx-kda demo\n  mlx-kda demo path/to/checkpoint --q-bits 8"
+SUMMARY = "convert a small checkpoint and show what it can do"
+EXAMPLE = (
+    "mlx-kda demo\n"
+    "  mlx-kda demo --tokens 8000 --policy window:1024+16\n"
+    "  mlx-kda demo path/to/checkpoint --q-bits 8"
+)
+PREFILL_STEP = 512  # of the long text, so that its progress is seen
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,72 +36,238 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--q-bits", type=int, choices=(2, 3, 4, 5, 6, 8), default=4, metavar="N")
     parser.add_argument(
-        "--max-tokens", type=common.number(int, 1), default=48, metavar="N", help="of each answer"
+        "--max-tokens", type=common.number(int, 1), default=40, metavar="N", help="of each answer"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=common.number(int, 64),
+        default=2048,
+        metavar="N",
+        help="of the text that hides the pass key (default: 2048)",
+    )
+    parser.add_argument(
+        "--policy",
+        metavar="P",
+        help="what the attention layers keep: exact (the default), window:N+S, int8, int4",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    from mlx_kda.demo import find_checkpoint
+    from mlx_kda.cache import Policy
+    from mlx_kda.demo import find_checkpoint, scratch_folder
 
     start = time.perf_counter()
     source = find_checkpoint(args.source)
-    with tempfile.TemporaryDirectory(prefix="mlx-kda-demo-") as scratch:
-        out = Path(scratch) / f"{source.resolve().name}-{args.q_bits}bit"
-        dtype = _convert(source, out, args.q_bits)
-        _answer(out, args.max_tokens, dtype)
-    seconds = time.perf_counter() - start
-    print(f"\nAll of it took {seconds:.1f} s. The same with Kimi Linear 48B:")
+    policy = str(Policy.parse(args.policy or "exact"))
+    with ending(), scratch_folder() as scratch:
+        out = scratch / f"{source.resolve().name}-{args.q_bits}bit"
+        report = _convert(source, out, args.q_bits)
+        model, tokenizer = common.load_model(str(out)), common.load_tokenizer(str(out))
+        _converse(model, tokenizer, policy, args.max_tokens)
+        session, answer = _find_key(model, tokenizer, policy, args.tokens)
+        _resume(session, answer, scratch / "demo.session")
+    _explain(session, report.dtype, args.policy is not None)
+    _heading(f"All of it took {time.perf_counter() - start:.0f} s. With Kimi Linear 48B it is")
     print("  mlx-kda convert moonshotai/Kimi-Linear-48B-A3B-Instruct kimi-4bit --q-bits 4")
     print("  mlx-kda chat kimi-4bit")
     return 0
 
 
-def _convert(source: Path, out: Path, bits: int) -> str:
-    """Convert in front of the user; the dtype that the model computes in."""
-    from mlx_kda.convert import convert
+def _convert(source: Path, out: Path, bits: int) -> "ConversionReport":
+    """Plan, convert and report, in front of the user."""
+    from mlx_kda.convert import convert, plan
+    from mlx_kda.demo import working_dtype
 
-    print(f"Converting {source} to {bits} bits", flush=True)
-    with common.progress("writing", unit="MB") as bar:
+    dtype = working_dtype()
+    _heading(f"Converting {source} to {bits} bits")
+    wish = {"q_bits": bits, "dtype": dtype}
+    planned = plan(source, out, **wish)
+    kinds = " and ".join(f"{n} {kind.upper()}" for kind, n in planned.layers.items())
+    _detail(
+        f"{planned.model_type}: {kinds} layers, {planned.parameters / 1e6:,.1f} M parameters; "
+        f"plan: {common.size(planned.bytes_in)} -> {common.size(planned.bytes_out)}, peak memory "
+        f"{common.size(planned.peak_bytes)} (predicted)"
+    )
+    with common.progress("converting", unit="MB") as bar:
         report = convert(
-            source,
-            out,
-            q_bits=bits,
-            progress=lambda done, total, name: bar(done / 1e6, total / 1e6),
+            source, out, **wish, progress=lambda done, total, _: bar(done / 1e6, total / 1e6)
         )
-    print("\n".join(f"  {line}" for line in report.lines()))
-    return report.dtype
+    kept = ", ".join(dict.fromkeys(report.kept.values()))
+    _detail(
+        f"{report.seconds:.1f} s: {report.how()}, {report.bits_per_weight:.2f} bits a weight; not "
+        f"quantised: {kept}"
+    )
+    if dtype is not None:
+        _detail(f"(the rest in {dtype}: MLX's CPU build is slow at 16-bit matrices)")
+    return report
 
 
-def _answer(folder: Path, max_tokens: int, dtype: str) -> None:
+def _converse(model: Any, tokenizer: Any, policy: str, max_tokens: int) -> None:
+    """Three questions, where the model has a chat template, and a text to go on from."""
     from mlx_kda.demo import OPENING, QUESTIONS
-    from mlx_kda.generate import Statistics, stream_generate
+    from mlx_kda.generate import Statistics
     from mlx_kda.session import Session
 
-    model, tokenizer = common.load_model(str(folder)), common.load_tokenizer(str(folder))
     if tokenizer.has_chat_template:
-        conversation = Session(model, tokenizer)
+        _heading("Three questions in one conversation; each turn reads its new tokens only")
+        conversation = Session(model, tokenizer, policy)
         for question in QUESTIONS:
             statistics = Statistics()
-            print(f"\n> {question}")
+            print(f"> {question}")
             _stream(conversation.send(question, max_tokens=max_tokens, statistics=statistics))
-            _show(statistics)
+            _detail(_rates(statistics))
+    _heading("Going on from a text")
     statistics = Statistics()
-    print(f"\nGoing on from a text: {OPENING}", end="", flush=True)
-    _stream(
-        stream_generate(model, tokenizer, OPENING, max_tokens=max_tokens, statistics=statistics)
+    text = Session(model, tokenizer, policy)
+    text.prefill(OPENING)
+    common.write(OPENING)
+    _stream(text.generate(max_tokens, statistics=statistics))
+    _detail(f"{statistics.generation_tokens} tokens, {statistics.generation_tps:.1f} a second")
+
+
+def _find_key(model: Any, tokenizer: Any, policy: str, tokens: int) -> "tuple[Session, str]":
+    """Hide a pass key in a long text and ask for it, with memory and speed as it is read."""
+    from mlx_kda.demo import KEY, KEY_QUESTION, haystack
+    from mlx_kda.session import Session
+
+    session = Session(model, tokenizer, policy, prefill_step=PREFILL_STEP)
+    if session.context.limit is not None:
+        tokens = min(tokens, session.context.limit // 2)
+    text = haystack(tokenizer, tokens)
+    _heading(f"A pass key, {KEY}, hidden in a text of {tokens:,} tokens")
+    start = time.perf_counter()
+
+    def progress(done: int, total: int) -> None:
+        if done:
+            _detail(_reading(session, done, total, done / (time.perf_counter() - start)))
+
+    print(f"> ... {KEY_QUESTION}")
+    answer = _stream(_ask(session, text, progress))
+    _detail("right" if KEY in answer else "wrong: the model, its bits or the policy lost it")
+    return session, answer
+
+
+def _ask(session: "Session", text: str, progress: Any = None) -> "Iterator[Piece]":
+    """An answer to a message, or what follows a text where there is no chat template."""
+    if session.tokenizer.has_chat_template:
+        return session.send(text, max_tokens=24, progress=progress)
+    session.prefill(text, progress=progress)
+    return session.generate(24)
+
+
+def _reading(session: "Session", done: int, total: int, rate: float) -> str:
+    """Where the reading of a long text is, and what it holds."""
+    from mlx_kda.generate import peak_memory
+
+    held = {"kda": 0, "mla": 0}
+    for layer in session.layers():
+        held[layer.kind] += layer.bytes_at(done)
+    return (
+        f"{done:6,} of {total:,} tokens, {rate:,.0f} a second; KDA states "
+        f"{common.size(held['kda'])}, latents {common.size(held['mla'])}, peak memory "
+        f"{common.size(peak_memory()[0])}"
     )
-    _show(statistics)
-    paths = common.kda_paths(model.args, dtype, prompt=statistics.prefilled_tokens)
-    print("\nWhich form of KDA ran:")
-    for name, why in paths.items():
-        print(f"  {name}: {why}")
 
 
-def _stream(pieces: "Iterator[Piece]") -> None:
+def _resume(session: "Session", answer: str, path: Path) -> None:
+    """Save the session and load it; both must go on alike, without reading the text again."""
+    from mlx_kda.demo import KEY_QUESTION
+    from mlx_kda.session import Session
+
+    _heading("Saving that session, loading it, and asking again")
+    start = time.perf_counter()
+    session.save(path)
+    saved = time.perf_counter() - start
+    resumed = Session.load(path, session.context.model, session.tokenizer)
+    loaded = time.perf_counter() - start - saved
+    known = len(resumed.tokens)
+    print(f"> {KEY_QUESTION}")
+    _stream(_ask(resumed, KEY_QUESTION))
+    for _ in _ask(session, KEY_QUESTION):
+        pass
+    if resumed.tokens != session.tokens:
+        raise UserError("the resumed session went on differently: please report this")
+    _detail(
+        f"{common.size(path.stat().st_size)}, saved in {saved:.2f} s, loaded in {loaded:.2f} s; "
+        f"{known:,} tokens not read again; the same tokens as the session that stayed in memory"
+    )
+
+
+def _explain(session: "Session", dtype: str, asked: bool) -> None:
+    """Which kernels or operations ran, which cache policy, and why."""
+    import mlx.core as mx
+
+    from mlx_kda import doctor
+
+    model = session.context.model
+    _heading("What ran")
+    if model.kda_layers:
+        by = "MLX's operations" if model.runner == "ops" else f"kernels by {model.runner}"
+        print(f"KDA layers: {by}: {model.runner_reason}")
+        for name, how in _paths(model, dtype).items():
+            _detail(f"{name}: {how}")
+    if model.runner != "ops":
+        verdicts = list(doctor.check_model(model, getattr(mx, dtype), model.runner))
+        good = sum(v.ok for v in verdicts)
+        print(f"self-check: {good} of {len(verdicts)} kernels agree with MLX's operations here")
+        for verdict in verdicts:
+            _detail(doctor.describe(verdict))
+    why = "as asked" if asked else "the default: nothing is left out or rounded"
+    print(f"cache policy: {session.policy}, {why}")
+    for line in common.describe_layers(session.layers(), len(session.tokens)):
+        _detail(line)
+
+
+def _paths(model: Any, dtype: str) -> dict[str, str]:
+    """What takes a chunk of a prompt and what takes one token, and why."""
+    import mlx.core as mx
+
+    paths = {}
+    for name, tokens in (("prefill", PREFILL_STEP), ("decode", 1)):
+        choice = model.kda_layers[0].choose(tokens, getattr(mx, dtype))
+        if choice.kernel is None:
+            paths = common.kda_paths(model.args, dtype, prompt=PREFILL_STEP)
+            # The reason in brackets is the runner's, which stands above.
+            return {name: why.partition(" (")[0] for name, why in paths.items()}
+        paths[name] = f"{choice.kernel}: {choice.reason}"
+    return paths
+
+
+def _rates(statistics: "Statistics") -> str:
+    s = statistics
+    reused = f" ({s.reused_tokens:,} more were in the cache)" if s.reused_tokens else ""
+    return (
+        f"read {s.prefilled_tokens:,} tokens{reused}, said {s.generation_tokens:,} at "
+        f"{s.generation_tps:.1f} a second"
+    )
+
+
+def _stream(pieces: "Iterator[Piece]") -> str:
+    """Print pieces as they come; the whole text."""
+    text = []
     for piece in pieces:
+        text.append(piece.text)
         common.write(piece.text)
     common.write("\n")
+    return "".join(text)
 
 
-def _show(statistics: "Statistics") -> None:
-    print("\n".join(f"  [{line}]" for line in common.describe(statistics)))
+def _heading(line: str) -> None:
+    _print(f"\n{line}", "1")
+
+
+def _detail(line: str) -> None:
+    _print(f"  {line}", "2")
+
+
+def _print(text: str, style: str) -> None:
+    """A line on standard output; on a terminal wrapped to its width, bold (1) or dim (2)."""
+    if sys.stdout.isatty():
+        import textwrap
+
+        first = text.lstrip("\n")
+        indent = " " * (len(first) - len(first.lstrip()) + 2)
+        width = max(shutil.get_terminal_size().columns - 1, 20)
+        wrapped = textwrap.fill(first, width, subsequent_indent=indent)
+        text = text[: len(text) - len(first)] + f"\033[{style}m{wrapped}\033[0m"
+    print(text, flush=True)
