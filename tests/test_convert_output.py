@@ -4,8 +4,6 @@ import hashlib
 import json
 import pickle
 import shutil
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,7 +11,6 @@ import huggingface_hub
 import mlx.core as mx
 import pytest
 from helpers.checkpoints import edit_json, read_all, same_bits
-from helpers.large import write_large
 from helpers.tiny_checkpoint import (
     CONFIG,
     SPECIAL_IDS,
@@ -257,44 +254,3 @@ def test_a_hub_that_does_not_answer_is_one_line(kind, tmp_path, monkeypatch):
     assert "owner/model" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
-
-
-# --- memory
-
-SHARD = 16_000_000
-MEASURE = """
-import sys
-from mlx_kda.convert import convert
-
-def peak():  # not ru_maxrss, which a child inherits from the process that started it
-    lines = open("/proc/self/status").read().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
-
-idle = peak()
-convert(sys.argv[1], sys.argv[2], q_bits=int(sys.argv[3]) or None, shard_bytes=int(sys.argv[4]))
-print(peak() - idle)
-"""
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory):
-    """A model of 197 MB in layers of 20 MB, and the bytes of its files."""
-    folder = tmp_path_factory.mktemp("large") / "source"
-    return folder, write_large(folder, layers=11, hidden=256, inner=400, experts=32)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("bits", [0, 4])
-def test_e4_memory_is_that_of_a_layer_not_of_the_model(large, tmp_path, bits):
-    """Case E4: the peak, measured by the system, is a layer and a shard, whatever the size."""
-    source, sizes = large
-    run = subprocess.run(
-        [sys.executable, "-c", MEASURE, source, tmp_path / "out", str(bits), str(SHARD)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    used, slack = int(run.stdout), 25_000_000
-    print(used, max(sizes), sum(sizes))
-    assert used < max(sizes) + SHARD + slack < sum(sizes) / 3
-    assert inspect(tmp_path / "out").problem is None

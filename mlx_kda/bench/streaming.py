@@ -42,17 +42,17 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-# --- what runs in a process of its own: (source, out, bits) -> nothing
+# --- what runs in a process of its own: (source, out, bits, bytes of an output file) -> nothing
 
 
-def ours(source: Path, out: Path, bits: int | None) -> None:
+def ours(source: Path, out: Path, bits: int | None, shard_bytes: int) -> None:
     """`mlx-kda convert`."""
     from ..convert import convert
 
-    convert(source, out, q_bits=bits, shard_bytes=SHARD_BYTES, resume=True)
+    convert(source, out, q_bits=bits, shard_bytes=shard_bytes, resume=True)
 
 
-def plain(source: Path, out: Path, bits: int | None) -> None:
+def plain(source: Path, out: Path, bits: int | None, _: int) -> None:
     """The least that could be done: each file copied, or its matrices quantised one by one.
 
     No stacking, no check, no checksum; every file is synced.
@@ -78,7 +78,7 @@ def plain(source: Path, out: Path, bits: int | None) -> None:
             os.fsync(target.fileno())
 
 
-def at_once(source: Path, out: Path, bits: int | None) -> None:
+def at_once(source: Path, out: Path, bits: int | None, _: int) -> None:
     """The same recipe with the whole model in memory, saved by MLX in one file."""
     import mlx.core as mx
 
@@ -96,38 +96,41 @@ def at_once(source: Path, out: Path, bits: int | None) -> None:
     mx.save_safetensors(str(out / "model.safetensors"), made, {"format": "mlx"})
 
 
-TASKS: dict[str, Callable[[Path, Path, int | None], None]] = {
+TASKS: dict[str, Callable[[Path, Path, int | None, int], None]] = {
     "ours": ours,
     "plain": plain,
     "at-once": at_once,
 }
 
 
-def command(task: str, source: Path, out: Path, bits: int | None) -> list[str]:
+def command(
+    task: str, source: Path, out: Path, bits: int | None, shard_bytes: int = SHARD_BYTES
+) -> list[str]:
     """The command line of one task."""
     return [
         *(sys.executable, "-m", "mlx_kda.bench.streaming", "--task", task),
-        *(str(source), str(out), str(bits or 0)),
+        *(str(source), str(out), str(bits or 0), str(shard_bytes)),
     ]
 
 
-def measured(task: str, source: Path, out: Path, bits: int | None) -> dict[str, float]:
-    """Seconds and peak bytes of a task, less those of an idle process."""
+def measured(
+    task: str, source: Path, out: Path, bits: int | None, shard_bytes: int = SHARD_BYTES
+) -> dict[str, float]:
+    """Seconds of a task, its peak bytes, and those that the process had before it."""
     shutil.rmtree(out, ignore_errors=True)
-    done = subprocess.run(
-        command(task, source, out, bits), capture_output=True, text=True, check=False
-    )
+    line = command(task, source, out, bits, shard_bytes)
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(f"{task} failed: {done.stderr.strip().splitlines()[-1:]}")
     return json.loads(done.stdout)
 
 
-def _task(task: str, source: str, out: str, bits: int) -> None:
+def _task(task: str, source: str, out: str, bits: int, shard_bytes: int) -> None:
     import mlx.core as mx
 
     mx.eval(mx.quantize(mx.zeros((64, 64))))
     idle, start = peak(), time.perf_counter()
-    TASKS[task](Path(source), Path(out), bits or None)
+    TASKS[task](Path(source), Path(out), bits or None, shard_bytes)
     seconds = time.perf_counter() - start
     print(json.dumps({"seconds": seconds, "idle": idle, "peak": peak()}))
 
@@ -317,6 +320,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--task"]:
-        _task(sys.argv[2], sys.argv[3], sys.argv[4], int(sys.argv[5]))
+        _task(*sys.argv[2:5], *map(int, sys.argv[5:7]))
     else:
         sys.exit(main())

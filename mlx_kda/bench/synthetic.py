@@ -10,7 +10,7 @@ import mlx.core as mx
 from ..convert.tensor_files import Spec
 from ..convert.writing import write_file
 
-HEADS, DIM, LATENT, DENSE, VOCABULARY = 8, 64, 128, 1024, 32_000
+HEADS, DIM, LATENT, DENSE = 8, 64, 128, 1024
 POOL = 1 << 24  # random numbers drawn once; a tensor is a piece of them
 
 
@@ -21,13 +21,15 @@ def write_synthetic(
     hidden: int = 512,
     inner: int = 512,
     shards: int = 8,
+    vocabulary: int = 32_000,
 ) -> int:
     """Write a bfloat16 checkpoint in the hub's names, every fourth layer MLA; bytes of tensors.
 
     The defaults make 4 GB.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    shapes = dict(_shapes(layers, experts, hidden, inner))
+    sizes = (layers, experts, hidden, inner, vocabulary)
+    shapes = dict(_shapes(*sizes))
     specs = {
         name: Spec(
             shape, mx.float32 if name.endswith(("A_log", "dt_bias", "bias")) else mx.bfloat16
@@ -53,14 +55,16 @@ def write_synthetic(
         placed |= dict.fromkeys(part, file)
     index = {"metadata": {"total_size": total}, "weight_map": placed}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "config.json").write_text(json.dumps(_config(layers, experts, hidden, inner)))
+    (folder / "config.json").write_text(json.dumps(_config(*sizes)))
     return total
 
 
 def _draw(pool: mx.array, name: str, spec: Spec) -> mx.array:
-    start = zlib.crc32(name.encode()) % (POOL // 2)
-    count = spec.size
-    flat = mx.concatenate([pool[start:], *[pool] * (count // POOL + 1)])[:count]
+    start, count = zlib.crc32(name.encode()) % (POOL // 2), spec.size
+    if start + count <= POOL:
+        flat = pool[start : start + count]
+    else:
+        flat = mx.concatenate([pool[start:], *[pool] * (count // POOL + 1)])[:count]
     return (flat.reshape(spec.shape) * spec.shape[-1] ** -0.5).astype(spec.dtype)
 
 
@@ -69,10 +73,10 @@ def _full(layers: int) -> list[int]:
 
 
 def _shapes(
-    layers: int, experts: int, hidden: int, inner: int
+    layers: int, experts: int, hidden: int, inner: int, vocabulary: int
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     width = HEADS * DIM
-    yield "model.embed_tokens.weight", (VOCABULARY, hidden)
+    yield "model.embed_tokens.weight", (vocabulary, hidden)
     for i in range(layers):
         path = f"model.layers.{i}"
         attn, moe = f"{path}.self_attn", f"{path}.block_sparse_moe"
@@ -107,14 +111,14 @@ def _shapes(
                 yield f"{moe}.experts.{e}.{part}.weight", (inner, hidden)
             yield f"{moe}.experts.{e}.w2.weight", (hidden, inner)
     yield "model.norm.weight", (hidden,)
-    yield "lm_head.weight", (VOCABULARY, hidden)
+    yield "lm_head.weight", (vocabulary, hidden)
 
 
-def _config(layers: int, experts: int, hidden: int, inner: int) -> dict:
+def _config(layers: int, experts: int, hidden: int, inner: int, vocabulary: int) -> dict:
     full = _full(layers)
     return {
         "model_type": "kimi_linear",
-        "vocab_size": VOCABULARY,
+        "vocab_size": vocabulary,
         "hidden_size": hidden,
         "head_dim": DIM,
         "intermediate_size": DENSE,
@@ -137,7 +141,7 @@ def _config(layers: int, experts: int, hidden: int, inner: int) -> dict:
         "first_k_dense_replace": 1,
         "moe_layer_freq": 1,
         "num_experts": experts,
-        "num_experts_per_token": 8,
+        "num_experts_per_token": min(8, experts),
         "num_shared_experts": 0,
         "moe_intermediate_size": inner,
         "moe_router_activation_func": "sigmoid",

@@ -1,0 +1,58 @@
+"""A checkpoint of 300 MB: memory by the system's count, and the bits of the all-at-once path.
+
+`python -m mlx_kda.bench.streaming` does the same with 4 GB; docs/conversion.md has its numbers.
+"""
+
+import os
+import sys
+
+import pytest
+
+from mlx_kda.bench.streaming import TASKS, largest_layer, measured, page, tensor_hashes
+from mlx_kda.bench.synthetic import write_synthetic
+from mlx_kda.convert import plan, verify
+
+SHARD = 40_000_000
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """The checkpoint, twelve layers of 24 MB, and its bytes."""
+    folder = tmp_path_factory.mktemp("large") / "source"
+    nbytes = write_synthetic(folder, layers=12, experts=14)
+    assert 290e6 < nbytes < 345e6
+    return folder, nbytes
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("bits", [None, 4])
+def test_e4_memory_is_that_of_a_layer_not_of_the_model(large, tmp_path, bits):
+    """Case E4: the peak is within a layer, a file and a slack; the bits are those of one go."""
+    source, nbytes = large
+    found = measured("ours", source, tmp_path / "ours", bits, SHARD)
+    used, slack = found["peak"] - found["idle"], 110_000_000
+    print(
+        f"{used / 1e6:.0f} MB above an idle {found['idle'] / 1e6:.0f} MB, {found['seconds']:.1f} s"
+    )
+    # what the embedding takes, the largest tensor here, comes on top of the layer
+    assert used < largest_layer(source) + SHARD + slack < nbytes * 0.6
+    predicted = plan(source, tmp_path / "x", q_bits=bits, shard_bytes=SHARD).peak_bytes
+    assert found["peak"] <= predicted < nbytes * 1.8
+    TASKS["at-once"](source, tmp_path / "at-once", bits, SHARD)
+    assert tensor_hashes(tmp_path / "ours") == tensor_hashes(tmp_path / "at-once")
+    assert verify(tmp_path / "ours").ok
+
+
+def test_the_page_of_results_says_what_was_measured():
+    row = {
+        "recipe": "4 bits", "output_bytes": 10**9, "seconds": 12.0, "plain_seconds": 10.0,
+        "ratio": 1.2, "ratios": [1.1, 1.2, 1.3], "peak": 3e8, "idle": 1e8, "bound": 2e9,
+        "at_once_peak": 5e9, "same_bits": True, "same_files": False, "kills": 10,
+        "finished": [0, 1, 2],
+    }  # fmt: skip
+    facts = {"bytes": 4e9, "layers": 40, "experts": 64, "files": 8, "layer": 1e8}
+    keys = ("command", "date", "commit", "chip", "cores", "memory_gb", "system", "device")
+    text = page(facts, dict.fromkeys(keys, "x"), [row])
+    for words in ("1.20", "300.0 MB", "2.0 GB", "| NO |", "4.0 GB, 40 layers", "Not an Apple GPU"):
+        assert words in text
+    assert os.path.isabs("/") and str(os.getcwd()) not in text
