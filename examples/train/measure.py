@@ -1,11 +1,13 @@
-"""Measure the tiny Kimi Linear checkpoint with mlx_kda and write the numbers into its card.
+"""Measure a tiny checkpoint with mlx_kda and write the numbers into its card.
 
     python measure.py --data ../../.train --minutes 20
+    python measure.py --data ../../.train --minutes 20 --family kda
 
-Every case's outcome is kept in results.json, so a run that is cut short goes on where it
-stopped, and the card says how many cases stand behind each number. The long lengths of the exact
-cache come from train.py's own evaluation on the training machine (device.json), because a CPU
-takes minutes a case there; the table keeps the two apart.
+Every case's outcome is kept in results.json (of the second checkpoint results-kda.json), so a run
+that is cut short goes on where it stopped, and the card says how many cases stand behind each
+number. The long lengths of the exact cache come from train.py's own evaluation on the training
+machine (device.json, device-kda.json), because a CPU takes minutes a case there; the table keeps
+the two apart.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +26,49 @@ from tasks import Corpus
 
 HERE = Path(__file__).resolve().parent
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
-# (policy, {prompt length: cases}); the cheapest first.
-PASS_KEYS = (
-    ("exact", {1024: 8, 2048: 4, 4096: 4, 8192: 2}),
-    ("window:1024+16", {1024: 8, 2048: 4, 4096: 4, 8192: 2}),
-    ("int8", {2048: 4}),
-    ("int4", {2048: 4}),
-    ("exact", {16384: 1}),
-    ("window:1024+16", {16384: 1}),
-)
 
 
-def plan(corpus: Corpus) -> Iterator[tuple[str, str, Case]]:
+@dataclass(frozen=True)
+class Family:
+    """A checkpoint to measure: its folder, the suffix of its records, what is asked of it."""
+
+    folder: str
+    suffix: str
+    trained: int  # longest row of training
+    # (policy, {prompt length: cases}); the cheapest first.
+    pass_keys: tuple[tuple[str, dict[int, int]], ...]
+
+    def record(self, name: str) -> Path:
+        """The file of a record: "results" or "device"."""
+        return HERE / f"{name}{self.suffix}.json"
+
+
+FAMILIES = {
+    "kimi": Family(
+        "tiny-kimi-linear",
+        "",
+        8192,
+        (
+            ("exact", {1024: 8, 2048: 4, 4096: 4, 8192: 2}),
+            ("window:1024+16", {1024: 8, 2048: 4, 4096: 4, 8192: 2}),
+            ("int8", {2048: 4}),
+            ("int4", {2048: 4}),
+            ("exact", {16384: 1}),
+            ("window:1024+16", {16384: 1}),
+        ),
+    ),
+    "kda": Family("tiny-fla-kda", "-kda", 2048, (("exact", {512: 8, 2048: 4}),)),
+}
+
+
+def plan(corpus: Corpus, family: Family) -> Iterator[tuple[str, str, Case]]:
     """(name of the measurement, cache policy, case), in the order of measuring."""
     for case in gloss_cases(corpus, 100):
         yield "glosses", "exact", case
     for kind in ("facts", "pairs"):
         for case in turn_cases(corpus, kind, 10, 300):
             yield kind, "exact", case
-    for policy, lengths in PASS_KEYS:
+    for policy, lengths in family.pass_keys:
         for length, count in lengths.items():
             for case in pass_key_cases(corpus, length, count):
                 yield f"pass key {length}", policy, case
@@ -72,7 +99,9 @@ def held_out_nats(model: Any, ids: list[int], step: int = 512) -> float:
     return total
 
 
-def measure(folder: Path, corpus: Corpus, results: dict, minutes: float, save: Path) -> None:
+def measure(
+    folder: Path, corpus: Corpus, family: Family, results: dict, minutes: float, save: Path
+) -> None:
     """Run what results lack until the time is up."""
     from mlx_kda import load
 
@@ -84,7 +113,7 @@ def measure(folder: Path, corpus: Corpus, results: dict, minutes: float, save: P
         results["held_out_bits_per_byte"] = round(per_byte(nats, corpus.held_out), 4)
         results["held_out_perplexity"] = round(math.exp(nats / (len(ids) - 1)), 2)
     cases = results.setdefault("cases", {})
-    for number, (name, policy, case) in enumerate(plan(corpus)):
+    for number, (name, policy, case) in enumerate(plan(corpus, family)):
         if time.time() - began > minutes * 60:
             print(f"time is up at case {number}; run again to go on")
             break
@@ -106,7 +135,7 @@ def tally(results: dict) -> dict[tuple[str, str], tuple[int, int]]:
     return counts
 
 
-def tables(results: dict, device: dict) -> str:
+def tables(results: dict, device: dict, family: Family = FAMILIES["kimi"]) -> str:
     """The card's measured part, in markdown."""
     counts = tally(results)
 
@@ -127,11 +156,11 @@ def tables(results: dict, device: dict) -> str:
         f"| held-out text (Book of Ruth) | {bits:.3f} bits a byte, perplexity "
         f"{perplexity:.1f} a token | {device['held_out_bits_per_byte']:.3f} bits a byte |",
         "",
-        "Pass key found, by length of the prompt in tokens (trained up to 8,192):",
+        f"Pass key found, by length of the prompt in tokens (trained up to {family.trained:,}):",
         "",
     ]
     lengths = sorted(int(n) for n in device["pass_key"])
-    policies = list(dict.fromkeys(policy for policy, _ in PASS_KEYS))
+    policies = list(dict.fromkeys(policy for policy, _ in family.pass_keys))
     lines.append("| prompt | exact, H200 | " + " | ".join(f"{p}, CPU" for p in policies) + " |")
     lines.append("|---|---|" + "---|" * len(policies))
     for length in lengths:
@@ -156,15 +185,18 @@ def main() -> None:
     """Measure, then write the card."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data", type=Path, help="folder made by prepare.py; needed to measure")
-    parser.add_argument("--folder", type=Path, default=HERE.parent / "tiny-kimi-linear")
+    parser.add_argument("--family", choices=FAMILIES, default="kimi")
+    parser.add_argument("--folder", type=Path, help="default: the family's folder in examples/")
     parser.add_argument("--minutes", type=float, default=0.0, help="0: only write the card")
     args = parser.parse_args()
-    record = HERE / "results.json"
+    family = FAMILIES[args.family]
+    folder = args.folder or HERE.parent / family.folder
+    record = family.record("results")
     results = json.loads(record.read_text()) if record.exists() else {}
     if args.minutes and args.data:
-        measure(args.folder, Corpus(args.data), results, args.minutes, record)
-    device = json.loads((HERE / "device.json").read_text())
-    write_card(args.folder / "README.md", tables(results, device))
+        measure(folder, Corpus(args.data, args.family), family, results, args.minutes, record)
+    device = json.loads(family.record("device").read_text())
+    write_card(folder / "README.md", tables(results, device, family))
 
 
 if __name__ == "__main__":
