@@ -1,6 +1,7 @@
 """The router against numpy float64, and experts where MLX's CPU has no 16-bit gather."""
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from helpers.tiny import difference
@@ -131,13 +132,41 @@ def expert_oracle(layer: MoE, x: mx.array) -> np.ndarray:
 @pytest.mark.parametrize("shared", [0, 1, 3])
 @pytest.mark.parametrize("rows", [1, 5, 70])  # below and above where mlx-lm sorts by expert
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_experts_against_float64(shared, rows, dtype):
+@pytest.mark.parametrize("merged", [False, True])
+def test_experts_against_float64(shared, rows, dtype, merged):
     mx.random.seed(0)
     layer = MoE(32, 16, 11, top_k=3, num_shared_experts=shared)
     layer.set_dtype(dtype)
     layer.e_score_correction_bias = mx.random.uniform(-1, 1, (11,))
+    layer.merge(merged)
     x = mx.random.normal((rows, 32)).astype(dtype)
     y = layer(x)
     assert y.dtype == dtype and y.shape == x.shape
     tolerance = LAYER_HALF.get(str(dtype).rpartition(".")[2], FLOAT32)
     assert difference(y.astype(mx.float32), expert_oracle(layer, x)) < tolerance
+
+
+@pytest.mark.parametrize("packing", [None, {"bits": 4, "group_size": 32}, {"bits": 8}])
+@pytest.mark.parametrize("shape", [(1, 40, 64), (2, 3, 64), (3, 30, 64)])
+def test_merged_experts_are_the_experts(packing, shape):
+    """Few tokens and many, one row and several, packed and not."""
+    mx.random.seed(1)
+    layer = MoE(64, 64, 7, top_k=3)
+    if packing is not None:
+        nn.quantize(layer.switch_mlp, **packing)
+    x = mx.random.normal(shape)
+    expected = layer(x)
+    layer.merge()
+    assert difference(layer(x), expected) < FLOAT32
+
+
+def test_many_tokens_take_the_merged_weights_as_they_lie(monkeypatch):
+    """On Metal a product of sorted rows copies weights that are strided views, all experts'."""
+    layer = MoE(32, 32, 7, top_k=3)
+    layer.merge()
+    whole = layer.switch_mlp._bundle.groups[0].whole["weight"]
+    seen = []
+    product = mx.gather_mm
+    monkeypatch.setattr(mx, "gather_mm", lambda x, w, **k: seen.append(w) or product(x, w, **k))
+    mx.eval(layer(mx.random.normal((40, 32))))
+    assert [w.shape[-1] for w in seen] == [whole.shape[1], 32]

@@ -69,18 +69,27 @@ class MergedExperts(Merged):
 
     def __call__(self, x: mx.array, chosen: mx.array, rows: mx.array) -> list[mx.array]:
         """x [..., D] by ``rows`` and chosen experts -> [..., k, 1, out] of each map (`gather`)."""
-        return mx.split(_gather(self.layers[0], self.whole, x, chosen, rows), self.ends, axis=-1)
+        y = _gather(self.layers[0], self.whole, x, rhs_indices=chosen, lhs_indices=rows)
+        return mx.split(y, self.ends, axis=-1)
+
+    def in_order(self, x: mx.array, experts: mx.array) -> list[mx.array]:
+        """Row i of x [N, 1, D] by expert i of ``experts`` [N], ascending -> [N, 1, out] each.
+
+        The maps by themselves are strided views here, and MLX's product of sorted rows copies such
+        weights whole, every expert's, before it begins.
+        """
+        y = _gather(self.layers[0], self.whole, x, rhs_indices=experts, sorted_indices=True)
+        return mx.split(y, self.ends, axis=-1)
 
 
 def gather(layer: nn.Module, x: mx.array, chosen: mx.array, rows: mx.array) -> mx.array:
     """Row ``rows`` of x [..., 1, D] through expert ``chosen``: [*chosen.shape, 1, out]."""
-    return _gather(layer, layer, x, chosen, rows)
+    return _gather(layer, layer, x, rhs_indices=chosen, lhs_indices=rows)
 
 
 def _gather(
-    layer: nn.Module, arrays: Mapping[str, mx.array], x: mx.array, chosen: mx.array, rows: mx.array
+    layer: nn.Module, arrays: Mapping[str, mx.array], x: mx.array, **indices: mx.array | bool
 ) -> mx.array:
-    indices = {"lhs_indices": rows, "rhs_indices": chosen}
     if "scales" not in layer:
         return mx.gather_mm(x, arrays["weight"].swapaxes(-1, -2), **indices)
     return mx.gather_qmm(

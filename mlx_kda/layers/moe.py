@@ -19,7 +19,7 @@ _SORTED_FROM = 64
 
 
 class Experts(SwitchGLU):
-    """mlx-lm's routed experts; gate and up as one map for a few tokens, and 16 bit on the CPU.
+    """mlx-lm's routed experts, but with gate and up as one map, and 16 bit on the CPU.
 
     MLX's CPU build gathers float32 matrices only: there 16-bit experts are computed in float32.
     """
@@ -38,11 +38,10 @@ class Experts(SwitchGLU):
     def __call__(self, x: mx.array, chosen: mx.array) -> mx.array:
         """x [..., D], chosen experts [..., k] -> [..., k, D]."""
         if x.dtype == mx.float32 or mx.default_device() != mx.cpu:
-            if chosen.size < _SORTED_FROM and self._bundle is not None:
-                merged = self._bundle.whole(self._inputs())
-                if merged is not None:
-                    return self._few(merged, x, chosen)
-            return super().__call__(x, chosen)
+            merged = None if self._bundle is None else self._bundle.whole(self._inputs())
+            if merged is None:
+                return super().__call__(x, chosen)
+            return (self._few if chosen.size < _SORTED_FROM else self._many)(merged, x, chosen)
         rows = x[..., None, None, :]
         hidden = swiglu(
             _cpu_linear(self.gate_proj, rows, chosen), _cpu_linear(self.up_proj, rows, chosen)
@@ -55,6 +54,15 @@ class Experts(SwitchGLU):
         gate, up = merged(x[..., None, None, :], chosen, tokens)
         hidden = swiglu(gate, up)
         return gather(self.down_proj, hidden, chosen, _rows(chosen.shape)).squeeze(-2)
+
+    def _many(self, merged: MergedExperts, x: mx.array, chosen: mx.array) -> mx.array:
+        """Many tokens: sorted by expert, so that an expert's weights are read for all its rows."""
+        order = mx.argsort(chosen.flatten())
+        experts = chosen.flatten()[order]
+        rows = x.reshape(-1, 1, x.shape[-1])[order // chosen.shape[-1]]
+        hidden = swiglu(*merged.in_order(rows, experts))
+        y = self.down_proj(hidden, experts, sorted_indices=True)
+        return y[mx.argsort(order)].reshape(*chosen.shape, -1)
 
 
 @lru_cache(maxsize=256)
