@@ -337,6 +337,15 @@ def test_c1_split_anywhere(name, split):
 
 
 @pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("lengths", [[50, 50, 50], [0, 21, 50]])
+def test_c1_segments_of_a_batch(name, lengths):
+    """Case C1: several launches over several rows; each finds its row's tokens."""
+    x = oracle.make("mixed", T=50, B=3, H=1, Hv=2, Dk=32, Dv=32).with_state()
+    truth = oracle.recurrence(*x.arrays(), state=x.state, lengths=lengths)
+    close(run(name, x, lengths=lengths, segment=16), truth)
+
+
+@pytest.mark.parametrize("name", KERNELS)
 def test_c14_no_tokens(name):
     """Case C14: T = 0 gives no output and the state as it was."""
     x = oracle.make("random", T=1, H=1, Dk=32, Dv=32).with_state()

@@ -99,7 +99,7 @@ def test_g2_threads_of_every_instantiation(name):
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_metal_takes_the_text(name):
-    """ASCII; at most 31 buffers; no return above a barrier, no lambda, no 32-bit row offsets."""
+    """ASCII; at most 31 buffers; no return in a body, no lambda."""
     source = SOURCES[name]
     text = source.header + source.body
     assert text.isascii()
