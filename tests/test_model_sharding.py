@@ -16,23 +16,23 @@ from mlx_kda.models.sharding import shard
 SCRIPT = Path(__file__).parent / "helpers" / "sharded_logits.py"
 
 
-@pytest.mark.parametrize("bits", [0, 4])
-def test_two_processes_give_the_logits_of_one(tmp_path, monkeypatch, bits):
+@pytest.mark.parametrize("kind, heads", [("0", 2), ("4", 2), ("fla", 1)])
+def test_two_processes_give_the_logits_of_one(tmp_path, monkeypatch, kind, heads):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     import sharded_logits
 
     out = tmp_path / "logits.safetensors"
     launch = [str(Path(sys.executable).parent / "mlx.launch"), "-n", "2", "--backend", "ring"]
     done = subprocess.run(
-        [*launch, sys.executable, str(SCRIPT), str(out), str(bits)],
+        [*launch, sys.executable, str(SCRIPT), str(out), kind],
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert out.exists(), done.stderr[-2000:]
     saved = mx.load(str(out))
-    assert saved["heads"].item() == 2
-    assert difference(saved["logits"], sharded_logits.logits(sharded_logits.model(bits))) < (
+    assert saved["heads"].item() == heads
+    assert difference(saved["logits"], sharded_logits.logits(sharded_logits.model(kind))) < (
         5 * MODEL_SPLIT
     )
 
