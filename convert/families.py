@@ -72,6 +72,11 @@ def map_checkpoint(
     foreign = raw.get("quantization_config")
     if isinstance(foreign, dict) and "quantization" not in raw:
         method = foreign.get("quant_method", "unknown")
+        if method == "compressed-tensors":
+            raise CheckpointError(
+                "the weights are packed by compressed-tensors; convert them first: "
+                "mlx-kda convert SRC OUT"
+            )
         raise CheckpointError(
             f"the source is quantised ({method}); convert the unquantised checkpoint instead"
         )

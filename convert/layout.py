@@ -17,11 +17,13 @@ from .background import WAITING_BYTES
 from .families import map_checkpoint, tensor_family
 from .quantise import finish_step, is_cast
 from .recipe import CONVOLUTION, Recipe
+from .report import in_words
 from .source import Source
 from .steps import Mapping, Step
 from .tensor_files import Spec
 from .view import View, view
 
+IDLE_BYTES = 300_000_000  # Python, MLX and what the headers take
 DTYPE_WORDS = {
     "float32": mx.float32,
     "float16": mx.float16,
@@ -100,6 +102,23 @@ class Layout:
     def waiting_bytes(self) -> int:
         """Bytes that may be read ahead, and that may wait to be written."""
         return min(WAITING_BYTES, self.largest_step)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak of memory: a step's tensors as read, as made, and as they are written."""
+        return 3 * self.largest_step + 2 * self.waiting_bytes + IDLE_BYTES
+
+    def memory_problem(self) -> str | None:
+        """Why this machine's memory cannot hold the conversion; None if it can."""
+        from mlx_kda.plan import machine
+
+        total = machine().total
+        if self.peak_bytes <= total:
+            return None
+        return (
+            f"converting takes {in_words(self.peak_bytes)} of memory, this machine has "
+            f"{in_words(total)}"
+        )
 
     @property
     def dtype_name(self) -> str:

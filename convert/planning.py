@@ -15,7 +15,6 @@ from .run import SHARD_BYTES, into_shards
 from .source import Source, open_source
 
 CONTEXTS = {"8K": 8 * 1024, "128K": 128 * 1024, "1M": 1024 * 1024}
-IDLE_BYTES = 300_000_000  # Python, MLX and what the headers take
 
 
 @dataclass
@@ -130,7 +129,7 @@ def plan(
         source_families=by_family(origin.tensors.items()),
         families=by_family(seen.outputs.items()) if layout.steps else {},
         bits=bits_by_family(layout) if layout.steps else {},
-        peak_bytes=peak_bytes(layout),
+        peak_bytes=layout.peak_bytes,
         memory_bytes=machine().total,
         download_bytes=download,
         disk_needed=max(0, nbytes - size_of(partial_of(out))),
@@ -142,17 +141,9 @@ def plan(
         result.notes.append("the bits of each family are known once the errors are measured")
     if problem := space_problem(out, result.disk_needed, origin.folder, download):
         result.problems.append(problem)
-    if result.peak_bytes > result.memory_bytes:
-        result.problems.append(
-            f"converting takes {in_words(result.peak_bytes)} of memory, this machine has "
-            f"{in_words(result.memory_bytes)}"
-        )
+    if problem := layout.memory_problem():
+        result.problems.append(problem)
     return result
-
-
-def peak_bytes(layout: Layout) -> int:
-    """Predicted peak: the tensors of a step as read, as made, and as they wait to be written."""
-    return 3 * layout.largest_step + 2 * layout.waiting_bytes + IDLE_BYTES
 
 
 def running(layout: Layout, nbytes: int) -> dict[str, dict[str, dict[str, int]]]:

@@ -39,7 +39,7 @@ class Reader:
         with self._change:
             self._closed = True
             self._change.notify_all()
-        self._thread.join()
+        self._thread.join(timeout=5)  # longer in a download: it ends with the process
 
     def __call__(self, name: str) -> mx.array:
         data = self._take(name) if name in self._left else self._read(name)

@@ -99,7 +99,8 @@ def convert(
         return whole
     check_output(out, origin.folder, overwrite)
     needed = max(0, layout.expected_bytes - size_of(partial_of(out)))
-    if problem := space_problem(out, needed, origin.folder, origin.download_bytes):
+    space = space_problem(out, needed, origin.folder, origin.download_bytes)
+    if problem := space or layout.memory_problem():
         raise UserError(problem)
     companions = read_companions(origin)
     with partial_folder(out, identity, resume, overwrite, say) as journal:

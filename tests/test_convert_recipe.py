@@ -311,8 +311,12 @@ def test_the_plan_command(source, tmp_path, capsys, monkeypatch):
     assert main(["convert", str(source), out, "--plan"]) == 2
     shown, err = capsys.readouterr()
     assert "peak memory" in shown and "1.0 kB free" in err and err.count("\n") == 1
-    monkeypatch.setattr("mlx_kda.convert.planning.IDLE_BYTES", 10**18)
+    monkeypatch.setattr("mlx_kda.convert.layout.IDLE_BYTES", 10**18)
     assert main(["convert", str(source), out, "--plan"]) == 2
+    assert "of memory, this machine has" in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.setattr("mlx_kda.convert.layout.IDLE_BYTES", 10**18)
+    assert main(["convert", str(source), out]) == 2
     assert "of memory, this machine has" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
