@@ -6,10 +6,12 @@ import subprocess
 import sys
 import time
 
+import mlx.core as mx
 import pytest
 from helpers.program import PROGRAM, run
 
 from mlx_kda.cli import main as program
+from mlx_kda.cli.common import kda_paths
 from mlx_kda.cli.main import COMMANDS
 from mlx_kda.errors import UserError
 
@@ -148,3 +150,15 @@ def test_text_that_the_terminal_cannot_show(tiny_mlx):
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.isascii()
+
+
+def test_info_names_a_models_kernels_on_a_mac(tiny_model, monkeypatch):
+    """What its layers launch, not what the op by itself would."""
+    model, _ = tiny_model
+    assert set(kda_paths(model.args, "float32")) == {"prefill", "decode"}
+    assert not any("kda_" in path for path in kda_paths(model.args, "float32").values())
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    paths = kda_paths(model.args, "float32")
+    assert paths["prefill"].startswith("kda_chunk: ")
+    assert paths["decode"].startswith("kda_decode: ")

@@ -260,7 +260,7 @@ def load_session(args: argparse.Namespace, path: str, model: Any, tokenizer: Any
 
 
 def kda_paths(config: Any, dtype: str, prompt: int = 2048) -> dict[str, str]:
-    """What the dispatcher runs on this machine for one sequence of a model, and why.
+    """What runs a model's KDA layers on this machine for one sequence, and why.
 
     By "prefill" (of ``prompt`` tokens) and "decode"; ``config`` is the model's, ``dtype`` what
     it computes in.
@@ -268,14 +268,22 @@ def kda_paths(config: Any, dtype: str, prompt: int = 2048) -> dict[str, str]:
     import mlx.core as mx
 
     import mlx_kda
+    from mlx_kda.kernels import resolve
+    from mlx_kda.kernels.layer import choose
 
     H, (Hv, Dv, Dk) = config.linear_num_heads, config.linear_state_shape
+    on_kernels = resolve()[0] != "ops"
     paths = {}
     for name, T in (("prefill", prompt), ("decode", 1)):
+        choice = choose(T, Dk, Dv, getattr(mx, dtype), config.linear_conv_kernel_dim)
+        if on_kernels and choice.kernel is not None:
+            paths[name] = f"{choice.kernel}: {choice.reason}"
+            continue
         # Nobody evaluates these: they stand for their shapes.
         k, v = (mx.zeros((1, T, *s), dtype=getattr(mx, dtype)) for s in ((H, Dk), (Hv, Dv)))
         g, beta = mx.zeros((1, T, Hv, Dk)), mx.zeros((1, T, Hv))
-        paths[name] = str(mlx_kda.explain(k, k, v, g, beta, state=mx.zeros((1, Hv, Dv, Dk))))
+        chosen = mlx_kda.explain(k, k, v, g, beta, runner="ops" if on_kernels else "auto")
+        paths[name] = f"{chosen.path}: {choice.reason}" if on_kernels else str(chosen)
     return paths
 
 
