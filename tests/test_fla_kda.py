@@ -10,6 +10,7 @@ from helpers.tiny import difference, run
 from mlx.utils import tree_flatten, tree_map
 from tolerances import GOLDEN, LAYER_HALF
 
+from mlx_kda import doctor
 from mlx_kda.convert import convert, verify
 from mlx_kda.convert.families import map_checkpoint
 from mlx_kda.convert.source import open_source
@@ -90,6 +91,15 @@ def test_the_kernels_end_to_end(name, parts):
     assert model.kda_layers[0].choose(1, mx.float32).kernel == "kda_decode"
     tokens, logits = prompts[0]
     assert difference(run(model, tokens, parts)[0], logits[: sum(parts)]) < GOLDEN
+
+
+@pytest.mark.parametrize("name", ["wide-values", "negative-tied"])
+def test_the_self_check_knows_these_shapes(name):
+    """What `doctor` does on a Mac: each kernel against the operations on a layer of this family."""
+    layer = load_model(FOLDER / name).kda_layers[0]
+    verdicts = list(doctor.check(layer, mx.float32, "emulator-fast"))
+    assert {v.kernel for v in verdicts} == {"kda_decode", "kda_recurrent", "kda_chunk"}
+    assert all(v.ok for v in verdicts), [doctor.describe(v) for v in verdicts]
 
 
 def test_heads_without_a_kernel_go_by_operations():
