@@ -19,27 +19,12 @@ from .parts import convolution, decay, float32, tied_head
 from .steps import Mapping
 from .tensor_files import Spec
 
-# Ours -> FLA's, in a layer's attention.
-PROJECTIONS = {
-    "q_proj": "q_proj",
-    "k_proj": "k_proj",
-    "v_proj": "v_proj",
+# Maps whose names differ: ours -> FLA's.
+RENAMED = {
     "f_a_proj": "f_proj.0",
     "f_b_proj": "f_proj.1",
-    "b_proj": "b_proj",
     "g_a_proj": "g_proj.0",
     "g_b_proj": "g_proj.1",
-    "o_proj": "o_proj",
-}
-# Keys of config.json that are another quantiser's, another library's or code.
-DROPPED = {
-    "auto_map",
-    "quantization",
-    "quantization_config",
-    "_name_or_path",
-    "transformers_version",
-    "dtype",
-    "torch_dtype",
 }
 
 
@@ -89,7 +74,7 @@ def _kda(build: Builder, config: FlaKdaConfig, path: str, theirs: str) -> None:
         "o_proj": (hidden, values),
     }
     for name, shape in shapes.items():
-        build.weight(f"{path}.{name}", shape, f"{theirs}.{PROJECTIONS[name]}")
+        build.weight(f"{path}.{name}", shape, f"{theirs}.{RENAMED.get(name, name)}")
     build.tensor(f"{path}.g_b_proj.bias", (values,), f"{theirs}.g_proj.1.bias")
     for part, width in (("q", keys), ("k", keys), ("v", values)):
         name, hub = f"{path}.{part}_conv.conv.weight", f"{theirs}.{part}_conv1d.weight"
@@ -104,11 +89,10 @@ def own_config(raw: dict[str, Any], config: FlaKdaConfig) -> tuple[dict[str, Any
     """config.json in FLA's dialect, and a warning: stock mlx-lm has no such model.
 
     The numbers that the model is built from are spelled out where the source left them to FLA's
-    defaults; other keys of the source are kept.
+    defaults; the other keys of `raw` are kept.
     """
     heads, value_dim, dim = config.linear_state_shape
-    result = {key: value for key, value in raw.items() if key not in DROPPED}
-    result |= {
+    result = raw | {
         "model_type": config.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,

@@ -9,7 +9,7 @@ from mlx_kda.models.fla_kda_config import FlaKdaConfig
 
 from . import fla_kda
 
-# Remote code, other quantisers' settings, and keys of the other dialect that say the same.
+# Remote code, other quantisers' settings, and what is written anew.
 DROPPED = {
     "auto_map",
     "quantization",
@@ -17,6 +17,11 @@ DROPPED = {
     "_name_or_path",
     "transformers_version",
     "model_file",
+    "dtype",
+    "torch_dtype",
+}
+# Keys of transformers' dialect of Kimi Linear that say what the hub's keys say.
+NATIVE = {
     "layer_types",
     "mlp_layer_types",
     "linear_head_dim",
@@ -28,8 +33,6 @@ DROPPED = {
     "n_group",
     "norm_topk_prob",
     "max_position_embeddings",
-    "dtype",
-    "torch_dtype",
 }
 
 
@@ -45,6 +48,7 @@ def written_config(
     Keys of the source that are not known here are kept. `quantization` is in mlx-lm's form: a
     default and an entry for each weight that differs from it.
     """
+    raw = {key: value for key, value in raw.items() if key not in DROPPED}
     if isinstance(config, FlaKdaConfig):
         result, warnings = fla_kda.own_config(raw, config)
     else:
@@ -69,7 +73,7 @@ def _hub_config(raw: dict[str, Any], config: KimiLinearConfig) -> tuple[dict[str
         "short_conv_kernel_size": config.linear_conv_kernel_dim,
     }
     heads = config.num_attention_heads
-    result = {key: value for key, value in raw.items() if key not in DROPPED}
+    result = {key: value for key, value in raw.items() if key not in NATIVE}
     result |= {
         "model_type": config.model_type,
         "num_hidden_layers": config.num_hidden_layers,
