@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import mlx.core as mx
 import pytest
@@ -39,12 +38,14 @@ def test_help_lists_every_command_and_imports_nothing_heavy():
 
 
 def test_help_is_quick():
-    """Under 0.3 s; the best of five, because the machine may be busy."""
+    """Under 0.3 s of processor time: a clock would measure the rest of the machine too."""
     best = float("inf")
     for _ in range(5):
-        start = time.perf_counter()
+        before = os.times()
         subprocess.run([*PROGRAM, "--help"], check=True, capture_output=True)
-        best = min(best, time.perf_counter() - start)
+        after = os.times()
+        used = after.children_user + after.children_system
+        best = min(best, used - before.children_user - before.children_system)
     assert best < 0.3
 
 
