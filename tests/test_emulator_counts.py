@@ -8,6 +8,7 @@ import pytest
 
 from mlx_kda.bench import counters
 from mlx_kda.bench.shipped import mlx_call, mlx_gated_delta, mlx_lm_call, mlx_lm_gated_delta
+from mlx_kda.cli.benchmarks import BENCHMARKS
 from mlx_kda.kernels import metal_kernel
 from mlx_kda.kernels.counts import Counts, count, counting
 from mlx_kda.kernels.emulator.compiler import is_clang
@@ -243,4 +244,12 @@ def test_bench_counters_prints_ours_beside_the_peers():
     ours, theirs = rows["ours chunk exact"], rows["mlx-lm gated_delta_step_vec"]
     assert ours["mma"] > 0 and theirs["mma"] == 0 and theirs["simd_sums"] == 2 * 64
     assert ours["device_bytes"] < theirs["device_bytes"] / 4
-    assert "model" in ours["cycles"] and set(counters.COLUMNS) <= set(ours)
+    assert "model" in ours["cycles"] and set(BENCHMARKS["counters"].columns) <= set(ours)
+
+
+def test_a_log_inside_a_log_ends_alone():
+    """Logs that hold the same launches are told apart: the outer one goes on."""
+    with counting() as outer:
+        assert counted(I + "out[i] = a[i] + 1.0f;").add == 2
+        counted(I + "out[i] = a[i] + 1.0f;")
+    assert len(outer) == 2

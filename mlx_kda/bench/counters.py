@@ -16,31 +16,6 @@ from ..kernels.runner import metal_kernel
 
 COUNTER = "emulator-count"
 
-COLUMNS = {
-    "candidate": "kernel",
-    "gate": "gate",
-    "T": "T",
-    "mma": "MMA",
-    "fma": "FMA",
-    "special": "exp etc.",
-    "shuffles": "shuffles",
-    "simd_sums": "SIMD sums",
-    "barriers": "barriers",
-    "device_bytes": "device bytes",
-    "unique_bytes": "unique",
-    "threadgroup_bytes": "threadgroup bytes",
-    "alu": "ALU cycles*",
-    "l1": "L1 cycles*",
-    "threadgroup": "threadgroup cycles*",
-    "overlapped": "max*",
-    "serial": "sum*",
-}
-NOTE = (
-    "All per token and head, instructions per SIMD-group. *ALU, L1 and threadgroup: "
-    f"{MODEL}; max and "
-    "sum are of ALU and L1, threadgroup traffic has its own column."
-)
-
 
 def run(tokens: int = 64, dim: int = 128, dtype: str = "bfloat16") -> Iterator[dict[str, Any]]:
     """One row for each kernel, per token and head, as they come.
@@ -158,11 +133,3 @@ def _logged(call):
     with counting() as log:
         mx.eval(call())
     return log
-
-
-def main(tokens: int = 64, dim: int = 128, dtype: str = "bfloat16") -> None:
-    """Prints the table of `run` as Markdown, and under it what its numbers are."""
-    from .results import markdown
-
-    print(markdown(list(run(tokens, dim, dtype)), COLUMNS))
-    print(f"\n{NOTE}")
