@@ -9,7 +9,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <ucontext.h>
+#if defined(__linux__)
+#include <ucontext.h>  // macOS refuses it, and has no use for it here
+#endif
 
 Fiber* emu_current;
 emu_launch* emu_job;
