@@ -268,6 +268,22 @@ def test_logits_are_those_of_transformers(dtype):
             assert (got.argmax(-1) == want.argmax(-1)).all()
 
 
+def test_transformers_itself_gives_these_logits():
+    """The same files in the installed transformers, where the dev extra is there; a whole chat."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers", minversion="5.24")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
+    model, tokenizer = mlx_kda.load(FOLDER)
+    model.update(tree_map(lambda p: p.astype(mx.float32), model.parameters()))
+    turns = [("user", "What is a river?"), ("assistant", "A large natural stream of water.")] * 4
+    ids = tokenizer.apply_chat_template([{"role": r, "content": t} for r, t in turns])
+    with torch.inference_mode():
+        want = theirs(torch.tensor([ids])).logits[0].numpy()
+    got = np.array(model(mx.array([ids]))[0])
+    assert np.abs(got - want).max() / np.abs(want).max() < GOLDEN
+    assert (got.argmax(-1) == want.argmax(-1)).all()
+
+
 def _measure_module():
     """examples/train/measure.py without running it."""
     sys.path.insert(0, str(TRAIN))
