@@ -101,13 +101,19 @@ def default_model(say: Callable[[str], None]) -> Path:
     """The small checkpoint in 4 bits, converted into the cache folder the first time.
 
     It is made anew when the checkpoint or this package's version has changed. Raises UserError
-    where there is no checkpoint, and where the folder cannot be written.
+    where there is neither a checkpoint nor what was made of it before, and where the folder cannot
+    be written.
     """
     from mlx_kda.convert import convert
 
-    source = find_checkpoint(None, "chat MODEL")
     dtype = working_dtype()
-    folder = cache_dir() / f"{source.name}-{BITS}bit-{dtype or 'source'}"
+    folder = cache_dir() / f"{CHECKPOINT.name}-{BITS}bit-{dtype or 'source'}"
+    try:
+        source = find_checkpoint(None, "chat MODEL")
+    except UserError:
+        if (folder / "config.json").is_file():  # only a whole conversion has its name
+            return folder
+        raise
     if not folder.exists():
         say(f"converting {source} to {BITS} bits, once, into {folder}")
     wish = {"q_bits": BITS, "dtype": dtype}

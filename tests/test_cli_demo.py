@@ -176,7 +176,7 @@ def installed(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("argv", "advice"), [("demo", "demo SRC"), ("chat", "chat MODEL")])
-def test_without_its_checkpoint_it_says_what_to_do(installed, capsys, argv, advice):
+def test_without_its_checkpoint_it_says_what_to_do(installed, cache, capsys, argv, advice):
     assert main([argv]) == 2
     err = capsys.readouterr().err
     assert "examples/tiny-kimi-linear is not here" in err and f"mlx-kda {advice}" in err
@@ -227,14 +227,23 @@ def test_a_chat_without_a_model_converts_the_small_one_once(cache, capsys, monke
     assert mx.load(str(folder / "model.safetensors"))
 
 
+def test_what_was_converted_serves_where_the_checkout_is_not(cache, tiny_hf, monkeypatch):
+    with monkeypatch.context() as here:
+        here.setattr(demo, "find_checkpoint", lambda *args: tiny_hf)
+        folder = demo.default_model(lambda line: None)
+    monkeypatch.setattr(demo, "__file__", str(cache / "site-packages" / "mlx_kda" / "demo.py"))
+    monkeypatch.chdir(cache)
+    assert demo.default_model(lambda line: None) == folder
+    (folder / "config.json").unlink()
+    with pytest.raises(mlx_kda.errors.UserError, match="is not here"):
+        demo.default_model(lambda line: None)
+
+
 def test_a_stale_small_model_is_made_anew(cache, tiny_hf, monkeypatch):
     """Another checkpoint under the same name, as after a pull of the repository."""
     folder = demo.default_model(lambda line: None)
     before = stamps(folder)
-    renamed = tiny_hf.parent / demo.CHECKPOINT.name
-    if not renamed.exists():
-        renamed.symlink_to(tiny_hf)
-    monkeypatch.setattr(demo, "find_checkpoint", lambda *args: renamed)
+    monkeypatch.setattr(demo, "find_checkpoint", lambda *args: tiny_hf)
     assert demo.default_model(lambda line: None) == folder
     assert stamps(folder) != before
     assert mlx_kda.load(folder)[0].args.hidden_size == mlx_kda.load(tiny_hf)[0].args.hidden_size
