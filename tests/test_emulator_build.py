@@ -1,6 +1,8 @@
 """How the emulator builds kernels: the cache on disk, and what it says when it cannot."""
 
 import importlib.util
+import subprocess
+import sys
 
 import mlx.core as mx
 import pytest
@@ -86,3 +88,15 @@ def test_no_compiler_is_said_with_what_to_install(cache, monkeypatch):
         monkeypatch.undo()
         for cached in (compiler.compiler, compiler._fingerprint):
             cached.cache_clear()
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("ziglang"), reason="no ziglang wheel")
+@pytest.mark.parametrize("name", sorted({n for names in compiler.RUNTIME.values() for n in names}))
+def test_the_runtime_compiles_for_a_mac(name, tmp_path):
+    """Against macOS's own headers, which the ziglang wheel brings along."""
+    command = [sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-macos", "-c", "-w"]
+    mode = next(mode for mode, names in compiler.RUNTIME.items() if name in names)
+    flags = [*compiler.COMMON, f"-DEMU_MODE_{mode.upper()}=1", "-o", str(tmp_path / "made.o")]
+    source = str(compiler.HERE / "runtime" / name)
+    done = subprocess.run([*command, *flags, source], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
