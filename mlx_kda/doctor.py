@@ -10,7 +10,6 @@ import hashlib
 import json
 import platform
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -181,20 +180,22 @@ def prepare(model: Any, dtype: mx.Dtype) -> list[Verdict]:
     failed = [v for v in verdicts if not v.ok]
     if failed:
         why = describe(failed[0])
-        model.use_runner("ops", f"the self-check failed: {why}")
-        warnings.warn(
-            f"Metal kernels are switched off and MLX's operations take over: {why} "
-            "(mlx-kda doctor shows all)",
-            stacklevel=3,
-        )
+        _switch_off(model, why)
     elif key in known:  # the check compiles them all
-        warm_up(
-            [layer.kernel_parameters() for layer in model.kda_layers],
-            dtype,
-            runner=model.runner,
-            progress=_progress,
-        )
+        layers = [layer.kernel_parameters() for layer in model.kda_layers]
+        try:
+            warm_up(layers, dtype, runner=model.runner, progress=_progress)
+        except Exception as error:  # whatever a compiler comes up with
+            _switch_off(model, f"a kernel did not compile: {_line(error)}")
     return verdicts
+
+
+def _switch_off(model: Any, why: str) -> None:
+    model.use_runner("ops", f"the self-check failed: {why}")
+    _say(
+        f"warning: Metal kernels are switched off and MLX's operations take over: {why} "
+        "(mlx-kda doctor shows all)"
+    )
 
 
 def _progress(done: int, total: int, what: str) -> None:

@@ -117,14 +117,27 @@ def test_another_machine_or_version_checks_again(on_metal, monkeypatch, what):
     assert asked
 
 
-def test_a_failure_goes_over_to_the_operations_loudly(on_metal, monkeypatch):
+def test_a_failure_goes_over_to_the_operations_loudly(on_metal, monkeypatch, capsys):
     _spoil(monkeypatch, lambda y, m: (mx.zeros_like(y), m))
     for _ in range(2):  # found, then remembered
         on_metal.use_runner("metal", "a test")
-        with pytest.warns(UserWarning, match="switched off.*kda_decode on 1 tokens differs"):
-            doctor.prepare(on_metal, mx.float32)
+        doctor.prepare(on_metal, mx.float32)
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert "switched off" in said and "kda_decode on 1 tokens differs" in said
         assert on_metal.runner == "ops" and "self-check failed" in on_metal.runner_reason
         assert all(layer.runner == "ops" for layer in on_metal.kda_layers)
+
+
+def test_a_checked_kernel_that_no_longer_compiles_is_not_used(on_metal, monkeypatch, capsys):
+    doctor.prepare(on_metal, mx.float32)
+
+    def fail(*_, **__):
+        raise RuntimeError("no such library")
+
+    monkeypatch.setattr(doctor, "warm_up", fail)
+    doctor.prepare(on_metal, mx.float32)
+    assert on_metal.runner == "ops"
+    assert "did not compile: RuntimeError: no such library" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"x": 1}'])

@@ -71,6 +71,16 @@ def test_a_map_that_is_replaced_is_applied_itself(change):
     x = mx.random.normal((1, 1, 64))
     for got, layer in zip(bundle(layers, x), layers, strict=True):
         assert mx.array_equal(got, layer(x))
+    assert not bundle.groups  # the maps own their arrays again
+
+
+def test_new_scales_are_seen_as_well():
+    layers = maps(packing=KINDS["affine 4"])
+    bundle = Bundle(layers)
+    layers[1].scales = 2 * layers[1].scales
+    x = mx.random.normal((1, 1, 64))
+    for got, layer in zip(bundle(layers, x), layers, strict=True):
+        assert mx.array_equal(got, layer(x))
 
 
 def test_only_maps_of_one_kind_are_merged():

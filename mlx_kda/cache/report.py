@@ -32,7 +32,7 @@ class LayerReport:
 
 def report(model: Any, policy: Policy | str, cache: list[Any] | None = None) -> list[LayerReport]:
     """Every layer of a model; see ``describe``."""
-    return describe(model.args, policy, model.model.norm.weight.dtype, cache)
+    return describe(model.args, policy, model.model.dtype, cache)
 
 
 def describe(

@@ -35,15 +35,22 @@ class Merged:
                 self.whole[name] = whole
                 for layer, view in zip(layers, views, strict=True):
                     layer[name] = view
-        self.weights = [layer.weight for layer in layers]
+        self.views = [_arrays(layer) for layer in layers]
 
     def holds(self, layers: Sequence[nn.Module]) -> bool:
-        """Whether the maps this was made of are among ``layers``, their weights unchanged."""
+        """Whether the maps this was made of are among ``layers``, their arrays unchanged."""
         there = {id(layer) for layer in layers}
         return all(
-            id(layer) in there and layer.weight is weight
-            for layer, weight in zip(self.layers, self.weights, strict=True)
+            id(layer) in there and all(layer[name] is view for name, view in views.items())
+            for layer, views in zip(self.layers, self.views, strict=True)
         )
+
+    def release(self) -> None:
+        """Give every map that still has a view an array of its own."""
+        for layer, views in zip(self.layers, self.views, strict=True):
+            for name, view in views.items():
+                if layer[name] is view:
+                    layer[name] = mx.contiguous(view)
 
     def __call__(self, x: mx.array) -> list[mx.array]:
         """The outputs of the maps, in order, as views of one array."""
@@ -112,14 +119,25 @@ class Bundle:
         self.groups = merge(layers)
 
     def whole(self, layers: Sequence[nn.Module]) -> Merged | None:
-        """The one merged map of all ``layers``, if it holds them in this order."""
-        if len(self.groups) != 1 or not self.groups[0].holds(layers):
+        """The one merged map of all ``layers``, if it holds them in this order.
+
+        A merged map that holds no longer is given up: views of it are slow by themselves.
+        """
+        if not self._held(layers) or len(self.groups) != 1:
             return None
         return self.groups[0] if len(self.groups[0].layers) == len(layers) else None
 
+    def _held(self, layers: Sequence[nn.Module]) -> bool:
+        if all(group.holds(layers) for group in self.groups):
+            return True
+        for group in self.groups:
+            group.release()
+        self.groups = []
+        return False
+
     def __call__(self, layers: Sequence[nn.Module], x: mx.array) -> list[mx.array]:
         """The outputs of ``layers``, which are the maps as they are now, in order."""
-        if x.size // x.shape[-1] > FEW or not all(g.holds(layers) for g in self.groups):
+        if not self._held(layers) or x.size // x.shape[-1] > FEW:
             return [layer(x) for layer in layers]
         made = {
             id(layer): y
@@ -147,6 +165,10 @@ def merge(layers: Sequence[nn.Module]) -> list[Merged]:
     return made
 
 
+def _arrays(layer: nn.Module) -> dict[str, mx.array]:
+    return {name: layer[name] for name in _ROWS if name in layer}
+
+
 def _kind(layer: nn.Module) -> tuple | None:
     if type(layer) not in (nn.Linear, nn.QuantizedLinear, SwitchLinear, QuantizedSwitchLinear):
         return None
@@ -154,9 +176,7 @@ def _kind(layer: nn.Module) -> tuple | None:
         return None
     packing = tuple(getattr(layer, name, None) for name in ("bits", "group_size", "mode"))
     # Rows of one length and one dtype; for experts, one number of them.
-    rows = tuple(
-        (name, layer[name].dtype, layer[name].shape[-1]) for name in _ROWS if name in layer
-    )
+    rows = tuple((name, w.dtype, w.shape[-1]) for name, w in _arrays(layer).items())
     return (type(layer), *packing, rows, layer.weight.shape[:-2])
 
 
