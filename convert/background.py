@@ -1,14 +1,17 @@
-"""Work on blocks in a thread beside the one that computes.
+"""Work in threads beside the one that computes.
 
 Reading, writing and hashing let go of Python's lock, so they run while MLX computes.
 """
 
+import contextlib
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 
 WAITING_BYTES = 64_000_000
+FLUSH_BYTES = 64_000_000
 
 
 class Background:
@@ -73,3 +76,38 @@ class Background:
             with self._change:
                 self._error = error
                 self._change.notify_all()
+
+
+class Flusher:
+    """Syncs a file to the disk in a thread while it is written, so that the end is no long wait."""
+
+    def __init__(self, file: int, every: int = FLUSH_BYTES):
+        self._file, self._every, self._unsynced = file, every, 0
+        self._due, self._closed = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def wrote(self, count: int) -> None:
+        """Count bytes that were written; never waits."""
+        self._unsynced += count
+        if self._unsynced >= self._every:
+            self._unsynced = 0
+            self._due.set()
+
+    def __enter__(self) -> "Flusher":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._closed = True
+        self._due.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self._due.wait()
+            self._due.clear()
+            if self._closed:
+                return
+            # What a disk has to say of it, the sync at the end will hear.
+            with contextlib.suppress(OSError):
+                os.fsync(self._file)

@@ -8,12 +8,12 @@
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mlx_kda.errors import UserError
-from mlx_kda.files import write_text
 
 BEGUN, MEASURED = ".resume.json", ".measured.jsonl"
 BLOCK = 16_000_000
@@ -34,7 +34,7 @@ class Journal:
 
     def begin(self, identity: dict[str, Any]) -> None:
         """Write down what is converted."""
-        write_text(self.folder / BEGUN, json.dumps(identity, indent=1))
+        self._write(BEGUN, identity)
 
     def check(self, identity: dict[str, Any]) -> None:
         """Refuse to go on with another source, recipe, shard size or version."""
@@ -68,7 +68,7 @@ class Journal:
     def record(self, name: str, facts: dict[str, Any]) -> None:
         """Note a finished weight file."""
         self.files[name] = facts
-        write_text(self.folder / _done(name), json.dumps(facts))
+        self._write(_done(name), facts)
 
     def measured(self) -> dict[str, Any]:
         """What was measured so far, by path; a line cut short is passed over."""
@@ -98,6 +98,12 @@ class Journal:
             path.unlink()
         for name in (MEASURED, BEGUN):
             (self.folder / name).unlink(missing_ok=True)
+
+    def _write(self, name: str, content: dict[str, Any]) -> None:
+        """Write a record. It is not synced: one that a power cut takes only costs its work."""
+        temporary = self.folder / f"{name}.tmp"
+        temporary.write_text(json.dumps(content, indent=1))
+        os.replace(temporary, self.folder / name)
 
     def _read(self, name: str) -> dict[str, Any] | None:
         try:

@@ -22,7 +22,7 @@ from mlx_kda.models.config import KDA, MOE, KimiLinearConfig
 
 from .builder import PARTS, Builder, listed, quantization_of
 from .parts import convolution, decay, float32, tied_head
-from .steps import Mapping, Read, Step
+from .steps import Mapping, Read, Step, stack_step
 from .tensor_files import Spec
 
 # Names that only a state dict saved by hand from transformers has: save_pretrained undoes them.
@@ -166,13 +166,7 @@ def _packed_experts(
 def _stack(build: Builder, name: str, sources: list[str], specs: list[Spec]) -> None:
     if len(dtypes := {str(spec.dtype) for spec in specs}) > 1:
         raise CheckpointError(f"the experts of {name} mix dtypes: {listed(sorted(dtypes))}")
-    build.add(
-        Step(
-            tuple(sources),
-            {name: Spec((len(sources), *specs[0].shape), specs[0].dtype)},
-            lambda read: {name: mx.stack([read(source) for source in sources])},
-        )
-    )
+    build.add(stack_step(sources, name, specs[0]))
 
 
 def _split_kv_b(build: Builder, path: str, heads: int, nope: int, value: int, lora: int) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,11 +16,11 @@ from mlx_kda.models.hybrid_config import HybridConfig
 
 from .background import WAITING_BYTES
 from .families import map_checkpoint, tensor_family
-from .quantise import finish_step, is_cast
+from .quantise import Finished, finish_step, is_cast
 from .recipe import CONVOLUTION, Recipe
 from .report import in_words
 from .source import Source
-from .steps import Mapping, Step
+from .steps import PIECE_BYTES, Mapping
 from .tensor_files import Spec
 from .view import View, view
 
@@ -71,7 +72,7 @@ class Layout:
     wish: Wish
     dtype: mx.Dtype
     recipe: Recipe | None
-    steps: list[Step] = field(default_factory=list)
+    steps: list[Finished] = field(default_factory=list)
 
     @property
     def outputs(self) -> dict[str, Spec]:
@@ -92,11 +93,17 @@ class Layout:
 
     @property
     def largest_step(self) -> int:
-        """Most bytes that one step reads or makes: the stacked experts of a layer, as a rule."""
+        """Most bytes that one step holds of what it reads or makes; of a stack, a few rows."""
         tensors = self.view.tensors
-        reads = (sum(tensors[name].nbytes for name in s.sources) for s in self.mapping.steps)
-        makes = (sum(t.nbytes for t in s.outputs.values()) for s in self.mapping.steps)
-        return max(*reads, *makes)
+        sizes = [1]
+        for step in self.mapping.steps:
+            reads = [tensors[name].nbytes for name in step.sources]
+            makes = sum(spec.nbytes for spec in step.outputs.values())
+            if step.pieces:  # with the scales and biases that are kept to the end
+                sizes.append(max(PIECE_BYTES, *reads) + makes // 4)
+            else:
+                sizes.append(max(sum(reads), makes))
+        return max(sizes)
 
     @property
     def waiting_bytes(self) -> int:
@@ -110,6 +117,9 @@ class Layout:
 
     def memory_problem(self) -> str | None:
         """Why this machine's memory cannot hold the conversion; None if it can."""
+        installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if 2 * self.peak_bytes <= installed:  # the rule; what looks closer takes seconds to import
+            return None
         from mlx_kda.plan import machine
 
         total = machine().total

@@ -1,6 +1,8 @@
 """Casting and quantising what a mapping makes, with every value checked to be finite."""
 
 import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
@@ -9,50 +11,88 @@ from mlx_kda.errors import UserError
 
 from .builder import FLOATS
 from .recipe import Packing, Recipe
-from .steps import Read, Step
+from .steps import Pieces, Read, Step
 from .tensor_files import Spec
 
 FLOAT32 = re.compile(r"\.(A_log|dt_bias|e_score_correction_bias|global_scale)$")
 
 
-def finish_step(step: Step, dtype: mx.Dtype, recipe: Recipe | None) -> Step:
+@dataclass(frozen=True)
+class Finished(Step):
+    """A step under a recipe; `stream` makes the same tensors as `run`, in pieces.
+
+    The pieces of one tensor must be taken before the next tensor is asked for.
+    """
+
+    stream: Callable[[Read], Iterator[tuple[str, Pieces]]] = field(kw_only=True)
+
+
+def finish_step(step: Step, dtype: mx.Dtype, recipe: Recipe | None) -> Finished:
     """The step with its outputs cast to the model's dtype and, by the recipe, quantised.
 
     Gate parameters and the router's bias stay float32. A cast to float16 that would overflow, and
     any value that is not finite, raises UserError with the tensor's name.
     """
     outputs: dict[str, Spec] = {}
-    packings: dict[str, Packing] = {}
+    packings: dict[str, Packing | None] = {}
     targets: dict[str, mx.Dtype] = {}
     for name, spec in step.outputs.items():
         if is_cast(name, spec):
             spec = Spec(spec.shape, dtype)
         targets[name] = spec.dtype
-        packing = recipe.choose(name, spec) if recipe else None
-        if packing is None:
-            outputs[name] = spec
+        packings[name] = packing = recipe.choose(name, spec) if recipe else None
+        path = name.removesuffix(".weight")
+        outputs |= packing.outputs(path, spec) if packing else {name: spec}
+
+    def stream(read: Read) -> Iterator[tuple[str, Pieces]]:
+        if step.pieces:
+            (name,) = step.outputs
+            parts: dict[str, Pieces] = {name: step.pieces(read)}
         else:
-            packings[name] = packing
-            outputs |= packing.outputs(name.removesuffix(".weight"), spec)
+            made = step.run(read)
+            parts = {name: _once(made, name) for name in step.outputs}
+        for name, pieces in parts.items():
+            pieces = _cast_all(name, pieces, targets[name])
+            if (packing := packings[name]) is None:
+                yield name, pieces
+            else:
+                yield from _packed(name, pieces, packing, step.outputs[name])
 
     def run(read: Read) -> dict[str, mx.array]:
-        made: dict[str, mx.array] = {}
-        arrays = step.run(read)
-        while arrays:
-            name = next(iter(arrays))
-            array = arrays.pop(name)
-            if array.dtype in FLOATS:
-                array = cast(name, array, targets[name])
-            if (packing := packings.get(name)) is None:
-                made[name] = array
-                continue
-            parts = mx.quantize(array, packing.group_size, packing.bits, mode=packing.mode)
-            mx.eval(parts)
-            path = name.removesuffix(".weight")
-            made |= zip(packing.outputs(path, step.outputs[name]), parts, strict=True)
-        return made
+        made = {name: list(pieces) for name, pieces in stream(read)}
+        return {n: p[0] if len(p) == 1 else mx.concatenate(p) for n, p in made.items()}
 
-    return Step(step.sources, outputs, run)
+    return Finished(step.sources, outputs, run, stream=stream)
+
+
+def _once(made: dict[str, mx.array], name: str) -> Pieces:
+    """A tensor as its only piece, which nothing else keeps."""
+    yield made.pop(name)
+
+
+def _cast_all(name: str, pieces: Pieces, dtype: mx.Dtype) -> Pieces:
+    for piece in pieces:
+        yield cast(name, piece, dtype) if piece.dtype in FLOATS else piece
+
+
+def _packed(
+    name: str, pieces: Pieces, packing: Packing, spec: Spec
+) -> Iterator[tuple[str, Pieces]]:
+    """The words of a weight, then its scales and biases, which are kept meanwhile."""
+    first, *others = packing.outputs(name.removesuffix(".weight"), spec)
+    kept: list[list[mx.array]] = [[] for _ in others]
+
+    def words() -> Pieces:
+        for piece in pieces:
+            packed, *rest = mx.quantize(piece, packing.group_size, packing.bits, mode=packing.mode)
+            mx.eval(packed, *rest)
+            for held, part in zip(kept, rest, strict=True):
+                held.append(part)
+            yield packed
+
+    yield first, words()
+    for other, held in zip(others, kept, strict=True):
+        yield other, iter(held)
 
 
 def is_finite(array: mx.array) -> bool:

@@ -30,10 +30,11 @@ from .output import (
     tidy,
     write_json,
 )
+from .quantise import Finished
 from .reader import Reader
 from .report import ConversionReport, starred
 from .source import INDEX, open_source
-from .steps import Step
+from .steps import Pieces
 from .tensor_files import Spec
 from .writing import write_file
 from .written_config import written_config
@@ -172,7 +173,7 @@ def begin_report(layout: Layout, out: Path, identity: dict[str, Any]) -> Convers
 
 
 def write_weights(
-    layout: Layout, shards: dict[str, list[Step]], journal: Journal, progress: Progress | None
+    layout: Layout, shards: dict[str, list[Finished]], journal: Journal, progress: Progress | None
 ) -> None:
     """Write the weight files that are not finished, and note each in the journal.
 
@@ -186,13 +187,12 @@ def write_weights(
     with Reader(layout.source, order, waiting) as reader:
         read = layout.view.reading(reader)
 
-        def arrays(steps: list[Step]) -> Iterator[tuple[str, mx.array]]:
+        def arrays(steps: list[Finished]) -> Iterator[tuple[str, Pieces]]:
             nonlocal done
             for step in steps:
-                made = step.run(read)
-                for name in step.outputs:
-                    yield name, made.pop(name)
-                mx.clear_cache()
+                yield from step.stream(read)
+                if mx.get_cache_memory() > waiting:
+                    mx.clear_cache()
                 done += sum(spec.nbytes for spec in step.outputs.values())
                 if progress and step.outputs:
                     progress(done, total, next(iter(step.outputs)))
@@ -214,14 +214,14 @@ def write_weights(
             )
 
 
-def _outputs(steps: list[Step]) -> Iterator[tuple[str, Spec]]:
+def _outputs(steps: list[Finished]) -> Iterator[tuple[str, Spec]]:
     for step in steps:
         yield from step.outputs.items()
 
 
-def into_shards(steps: list[Step], shard_bytes: int) -> dict[str, list[Step]]:
+def into_shards(steps: list[Finished], shard_bytes: int) -> dict[str, list[Finished]]:
     """Group steps in order, by file, so that each stays within its size; no step is split."""
-    shards: list[list[Step]] = [[]]
+    shards: list[list[Finished]] = [[]]
     size = 0
     for step in steps:
         nbytes = sum(spec.nbytes for spec in step.outputs.values())
@@ -254,7 +254,7 @@ def digest_of(digests: dict[str, str]) -> str:
 def finish_folder(
     layout: Layout,
     companions: Companions,
-    shards: dict[str, list[Step]],
+    shards: dict[str, list[Finished]],
     folder: Path,
     report: ConversionReport,
 ) -> None:

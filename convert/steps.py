@@ -4,23 +4,29 @@ Each step names the source tensors it reads and the tensors it makes. So the out
 shards and what is left over are known beforehand, and only one step's tensors are ever in memory.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 
 from .tensor_files import Spec
 
+PIECE_BYTES = 16_000_000  # of a stack, made at a time
 Read = Callable[[str], mx.array]
+Pieces = Iterator[mx.array]  # a tensor, some rows at a time
 
 
 @dataclass(frozen=True)
 class Step:
-    """Makes the tensors `outputs` from the source tensors `sources`."""
+    """Makes the tensors `outputs` from the source tensors `sources`.
+
+    A step that stacks tensors into one has `pieces` too, which makes a few rows of it at a time.
+    """
 
     sources: tuple[str, ...]
     outputs: dict[str, Spec]
     run: Callable[[Read], dict[str, mx.array]]
+    pieces: Callable[[Read], Pieces] | None = None
 
 
 @dataclass
@@ -54,3 +60,19 @@ class Mapping:
 def copy_step(source: str, name: str, spec: Spec) -> Step:
     """A step that takes a tensor as it is, under another name."""
     return Step((source,), {name: spec}, lambda read: {name: read(source)})
+
+
+def stack_step(sources: Sequence[str], name: str, spec: Spec) -> Step:
+    """A step that stacks tensors of this spec along a new first axis."""
+    at_a_time = max(1, PIECE_BYTES // max(1, spec.nbytes))
+
+    def pieces(read: Read) -> Pieces:
+        for start in range(0, len(sources), at_a_time):
+            yield mx.stack([read(source) for source in sources[start : start + at_a_time]])
+
+    return Step(
+        tuple(sources),
+        {name: Spec((len(sources), *spec.shape), spec.dtype)},
+        lambda read: {name: mx.stack([read(source) for source in sources])},
+        pieces,
+    )

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -10,7 +9,8 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from .background import WAITING_BYTES, Background
+from .background import WAITING_BYTES, Background, Flusher
+from .steps import Pieces
 from .tensor_files import DTYPE_NAMES, Spec
 
 BLOCK = 16_000_000
@@ -22,41 +22,38 @@ SYNC_BYTES = (
 def write_file(
     path: Path,
     tensors: dict[str, Spec],
-    arrays: Iterable[tuple[str, mx.array]],
+    arrays: Iterable[tuple[str, mx.array | Pieces]],
     metadata: dict[str, str] | None = None,
     waiting: int = WAITING_BYTES,
 ) -> str:
-    """Write a file: the header from `tensors`, then each array as it comes, and sync it.
+    """Write a file: the header from `tensors`, then each array as it comes.
 
-    `arrays` yields every tensor of `tensors`, in that order. Writing and hashing run in threads of
-    their own, at most `waiting` bytes (or one tensor) behind. `metadata` is the file's own, texts
-    by name. Returns the SHA-256 of the file. The caller gives a temporary name and renames.
+    `arrays` yields every tensor of `tensors`, in that order, whole or in pieces. Writing and
+    hashing run in threads of their own, at most `waiting` bytes (or one piece) behind. `metadata`
+    is the file's own, texts by name. Returns the SHA-256 of the file. The caller gives a temporary
+    name, syncs and renames.
     """
     digest = hashlib.sha256()
-    with path.open("wb", buffering=0) as file:
-        unsynced = 0
+    with path.open("wb", buffering=0) as file, Flusher(file.fileno()) as flusher:
 
         def write(block: memoryview) -> None:
-            nonlocal unsynced
             while block:
                 count = file.write(block[:BLOCK])
                 block = block[count:]
-                unsynced += count
-                if unsynced >= SYNC_BYTES:
-                    os.fsync(file.fileno())
-                    unsynced = 0
+                flusher.wrote(count)
 
         with Background(write, waiting) as writer, Background(digest.update, waiting) as hasher:
             for block in _blocks(tensors, arrays, metadata or {"format": "mlx"}):
                 hasher.add(block)
                 writer.add(block)
                 del block
-        os.fsync(file.fileno())
     return digest.hexdigest()
 
 
 def _blocks(
-    tensors: dict[str, Spec], arrays: Iterable[tuple[str, mx.array]], metadata: dict[str, str]
+    tensors: dict[str, Spec],
+    arrays: Iterable[tuple[str, mx.array | Pieces]],
+    metadata: dict[str, str],
 ) -> Iterator[memoryview]:
     """The bytes of a file, block by block."""
     header, offset = {"__metadata__": metadata}, 0
@@ -73,9 +70,14 @@ def _blocks(
     expected = iter(tensors.items())
     for name, array in arrays:
         wanted, spec = next(expected)
-        if (name, array.shape, array.dtype) != (wanted, spec.shape, spec.dtype):
-            raise RuntimeError(f"planned {wanted} {spec}, got {name} {array.shape} {array.dtype}")
-        yield array_bytes(array)
+        size = 0
+        for piece in (array,) if isinstance(array, mx.array) else array:
+            if (name, piece.shape[1:], piece.dtype) != (wanted, spec.shape[1:], spec.dtype):
+                raise RuntimeError(f"planned {wanted} {spec}, got {name} {piece.shape}")
+            size += piece.size
+            yield array_bytes(piece)
+        if size != spec.size:
+            raise RuntimeError(f"planned {wanted} {spec}, got {size} values of {name}")
     if left := [name for name, _ in expected]:
         raise RuntimeError(f"planned but not written: {left}")
 

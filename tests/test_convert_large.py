@@ -46,7 +46,8 @@ def test_e4_memory_is_that_of_a_layer_not_of_the_model(large, tmp_path, bits):
 def test_the_page_of_results_says_what_was_measured():
     row = {
         "recipe": "4 bits", "output_bytes": 10**9, "seconds": 12.0, "plain_seconds": 10.0,
-        "ratio": 1.2, "ratios": [1.1, 1.2, 1.3], "peak": 3e8, "idle": 1e8, "bound": 2e9,
+        "ratio": 1.2, "cpu": 5.0, "plain_cpu": 4.0, "ratios": [1.1, 1.2, 1.3], "peak": 3e8,
+        "idle": 1e8, "bound": 2e9,
         "at_once_peak": 5e9, "same_bits": True, "same_files": False, "kills": 10,
         "finished": [0, 1, 2],
     }  # fmt: skip

@@ -8,21 +8,31 @@ from ..errors import CheckpointError
 
 # model_type in config.json -> module with Model and ModelArgs
 FAMILIES = {"kimi_linear": "kimi_linear", "kda": "fla_kda"}
+# model_type -> module and class of its config, which a converter reads without any layer
+CONFIGS = {
+    "kimi_linear": ("config", "KimiLinearConfig"),
+    "kda": ("fla_kda_config", "FlaKdaConfig"),
+}
 
 
 def family(config: dict[str, Any]) -> ModuleType:
     """The module of a model_type; CheckpointError if there is none."""
+    return importlib.import_module(f"{__name__}.{FAMILIES[_known(config)]}")
+
+
+def _known(config: dict[str, Any]) -> str:
     kind = config.get("model_type")
     if kind not in FAMILIES:
         raise CheckpointError(
             f"config.json: model_type {kind!r} is not supported; supported: {', '.join(FAMILIES)}"
         )
-    return importlib.import_module(f"{__name__}.{FAMILIES[kind]}")
+    return kind
 
 
 def read_config(config: dict[str, Any]) -> Any:
     """config.json of any family as its dataclass; CheckpointError names what is wrong with it."""
-    return family(config).ModelArgs.from_dict(config)
+    module, name = CONFIGS[_known(config)]
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name).from_dict(config)
 
 
 def get_model_classes(config: dict[str, Any]) -> tuple[type, type]:
