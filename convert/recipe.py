@@ -1,9 +1,9 @@
 """Which weights are stored in few bits, and how: the recipe of a conversion.
 
-Default recipe: every matrix is quantised but those that steer the gates and the convolutions.
-They are about 1 % of the bytes and do most of the damage, because their errors are multiplied
-along the sequence. The router has 8 affine bits, or more of them. A rule that the user gives for
-a weight goes before all that.
+Default recipe: every matrix is quantised but those that steer the gates and the convolutions:
+less than 1 % of the bytes of a large model, and their errors are multiplied along the sequence
+(docs/quality.md measures what that costs). The router has 8 affine bits, or more of them. A rule
+that the user gives for a weight goes before all that.
 """
 
 import re

@@ -86,30 +86,18 @@ def answers(model: Any, case: Case, policy: str) -> bool:
     return bool(np.array_equal(found, case.ids[case.start :]))
 
 
-def held_out_nats(model: Any, ids: list[int], step: int = 512) -> float:
-    """Sum of the negative log-likelihoods of all tokens but the first."""
-    cache, total = model.make_cache(), 0.0
-    for at in range(0, len(ids) - 1, step):
-        piece = mx.array([ids[at : at + step]])
-        logits = model(piece, cache=cache)[0].astype(mx.float32)
-        target = mx.array(ids[at + 1 : at + 1 + step])
-        logits = logits[: target.shape[0]]
-        nats = mx.logsumexp(logits, -1) - mx.take_along_axis(logits, target[:, None], -1)[:, 0]
-        total += nats.sum().item()
-    return total
-
-
 def measure(
     folder: Path, corpus: Corpus, family: Family, results: dict, minutes: float, save: Path
 ) -> None:
     """Run what results lack until the time is up."""
     from mlx_kda import load
+    from mlx_kda.bench.quality import text_nats
 
     began = time.time()
     model, _ = load(folder)
     if "held_out_bits_per_byte" not in results:
         ids = corpus.tokenizer.encode(corpus.held_out)
-        nats = held_out_nats(model, ids)
+        nats = float(text_nats(model, ids).sum())
         results["held_out_bits_per_byte"] = round(per_byte(nats, corpus.held_out), 4)
         results["held_out_perplexity"] = round(math.exp(nats / (len(ids) - 1)), 2)
     cases = results.setdefault("cases", {})

@@ -148,6 +148,24 @@ def _endurance_rows(args: argparse.Namespace) -> Rows:
     )
 
 
+def _quality_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SRC", help="folder or hub id, not quantised")
+    parser.add_argument("--text", required=True, metavar="FILE", help="in UTF-8")
+    parser.add_argument(
+        "--recipes",
+        metavar="R,R",
+        help="source, q8 ... q2, mxfp4, nvfp4; with +gates the gate path too; with =size in as "
+        "many bytes, spent where the measured error is largest",
+    )
+
+
+def _quality_rows(args: argparse.Namespace) -> Rows:
+    from mlx_kda.bench import quality
+
+    recipes = args.recipes.split(",") if args.recipes else quality.RECIPES
+    return quality.run(args.source, quality.read(Path(args.text)), recipes)
+
+
 def _columns(names: str, **headings: str) -> dict[str, str]:
     return {name: headings.get(name, name) for name in names.split()}
 
@@ -218,6 +236,24 @@ BENCHMARKS = {
             _convert_arguments,
             _convert_rows,
             "Each conversion is a process of its own; peak is its highest resident memory.",
+        ),
+        Benchmark(
+            "quality",
+            "perplexity on a text, by recipe of quantisation",
+            _columns(
+                "recipe bits_per_weight mb bits_per_byte perplexity divergence divergence_error "
+                "gates_divergence gates_divergence_error",
+                bits_per_weight="bits a weight",
+                mb="MB",
+                bits_per_byte="bits a byte",
+                divergence_error="±",
+                gates_divergence="of it by the gates",
+                gates_divergence_error="±",
+            ),
+            _quality_arguments,
+            _quality_rows,
+            "Divergence: from the first recipe's distributions, nats a token, ± standard error; by "
+            "the gates: what quantising the gate path added to it.",
         ),
         Benchmark(
             "endurance",
