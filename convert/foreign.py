@@ -98,11 +98,14 @@ def _scheme(path: str, schemes: dict[str, dict]) -> dict:
             return re.match(target[3:], path) is not None
         return target == path or path.endswith(f".{target}")
 
-    every = [s for s in schemes.values() if any("." not in t for t in s.get("targets", ["Linear"]))]
     for scheme in schemes.values():
-        if any(named(target) for target in scheme.get("targets", [])):
+        if any(named(target) for target in scheme.get("targets") or []):
             return scheme
-    return (every or list(schemes.values()))[0]
+    for scheme in schemes.values():
+        targets = scheme.get("targets") or ["Linear"]
+        if any(target[:1].isupper() for target in targets):  # a class of modules
+            return scheme
+    raise CheckpointError(f"{path} is packed, and no config_group in config.json is for it")
 
 
 def _layout(path: str, scheme: dict, entry: dict, tensors: dict[str, Spec]) -> Layout:

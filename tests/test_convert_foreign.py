@@ -73,6 +73,26 @@ def test_unpack_every_width(bits):
     assert (np.array(got) == values - 2 ** (bits - 1)).all()
 
 
+def test_each_weight_has_the_scheme_whose_targets_name_it():
+    """By name, by pattern, by the end of a name; a class of modules is for the rest."""
+    forms = {"lm_head": 8, "re:.*experts.*": 2, "o_proj": 6, "Linear": 4}
+    groups = {
+        target: {"targets": [target], "weights": {"num_bits": bits, "group_size": 32}}
+        for target, bits in forms.items()
+    }
+    entry = {"format": "pack-quantized", "config_groups": groups}
+    wanted = {"lm_head": 8, "a.experts.3.w1": 2, "a.o_proj": 6, "a.q_proj": 4}
+    specs = {}
+    for path, bits in wanted.items():
+        specs[f"{path}.weight_packed"] = Spec((8, 2 * bits), mx.int32)
+        specs[f"{path}.weight_scale"] = Spec((8, 2), mx.bfloat16)
+    found = layouts({"quantization_config": entry}, specs)
+    assert {one.path: one.bits for one in found} == wanted
+    del groups["Linear"]
+    with pytest.raises(CheckpointError, match=r"a\.q_proj"):
+        layouts({"quantization_config": entry}, specs)
+
+
 # --- whole checkpoints
 
 
