@@ -1,6 +1,7 @@
 """What a model has read: its cache and the ids absorbed into it, kept in step."""
 
 import inspect
+import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -98,7 +99,7 @@ class Context:
 
         Raises UserError where the model's context is too short, and NonFiniteLogits.
         """
-        ids = list(ids)
+        ids = self._checked(ids)
         if step < 1:
             raise UserError(f"the prefill step must be at least 1 token, not {step}")
         if self.room is not None and len(ids) > self.room:
@@ -120,6 +121,18 @@ class Context:
             if progress is not None:
                 progress(done, len(ids))
             mx.clear_cache()
+
+    def _checked(self, ids: Sequence[int]) -> list[int]:
+        """Ids as integers within the vocabulary: MLX would read past the embedding's end."""
+        try:
+            checked = [operator.index(i) for i in ids]
+        except TypeError:
+            raise UserError("token ids must be whole numbers") from None
+        size = getattr(getattr(self.model, "args", None), "vocab_size", None)
+        wrong = next((i for i in checked if i < 0 or (size is not None and i >= size)), None)
+        if wrong is not None:
+            raise UserError(f"token id {wrong} is not in the model's vocabulary of {size or 0:,}")
+        return checked
 
     def _absorb(self, chunk: list[int], last: bool) -> None:
         with self._whole(len(chunk)):

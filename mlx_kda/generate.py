@@ -202,9 +202,12 @@ def stream_generate(
 
     def pieces() -> Iterator[Piece]:
         start = time.perf_counter()
-        context.prefill(ids, step=prefill_step, progress=progress, stops=stops, every=every)
-        statistics.prefilled_tokens = len(ids)
-        statistics.prompt_seconds = time.perf_counter() - start
+        try:
+            context.prefill(ids, step=prefill_step, progress=progress, stops=stops, every=every)
+        finally:  # an interrupted prefill has read what it has read
+            statistics.prefilled_tokens = max(len(context.tokens) - statistics.reused_tokens, 0)
+            statistics.prompt_seconds = time.perf_counter() - start
+            statistics.measure_memory(context)
         yield from decode_text(
             context,
             tokenizer,
@@ -226,4 +229,4 @@ def encode_prompt(tokenizer: Any, prompt: str | Sequence[int] | mx.array) -> lis
         return list(tokenizer.encode(prompt))
     if isinstance(prompt, mx.array):
         return prompt.reshape(-1).tolist()
-    return [int(token) for token in prompt]
+    return list(prompt)

@@ -226,3 +226,22 @@ def test_only_the_last_row_of_logits_is_made():
     context.prefill([3] * 6, step=4)
     assert model.calls[2:] == [4, 1, 1]
     assert context.logits.shape == (1, 16)
+
+
+@pytest.mark.parametrize(
+    "ids,word",
+    [
+        ([1, VOCABULARY], f"token id {VOCABULARY} is not in the model's vocabulary"),
+        ([99999999], "token id 99999999 is not"),
+        ([-1], "token id -1 is not"),
+        ([1.5], "whole numbers"),
+        (["a"], "whole numbers"),
+    ],
+)
+def test_ids_outside_the_vocabulary_are_refused(model, ids, word):
+    """MLX would read past the embedding's end: garbage, or the end of the process."""
+    context = Context(model)
+    context.prefill([1, 2])
+    with pytest.raises(UserError, match=word):
+        context.prefill(ids)
+    assert context.tokens == [1, 2]

@@ -197,3 +197,10 @@ def test_sizes_without_a_kernel_are_no_fault():
     verdicts = list(doctor.check(layer, mx.float32, "emulator-fast"))
     assert all(v.ok and v.kernel == doctor.NONE for v in verdicts)
     assert "operations run: Dk = 24 is not a multiple of 32" in doctor.describe(verdicts[0])
+
+
+@pytest.mark.parametrize("argv", [["nowhere"], ["--runner", "metal"], ["--runner", "cuda"]])
+def test_a_mistake_is_one_line(argv, capsys):
+    assert main(["doctor", *argv]) == 2
+    err = capsys.readouterr().err.strip()
+    assert err.startswith("mlx-kda: ") and "\n" not in err and "UserError" not in err

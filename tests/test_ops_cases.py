@@ -217,6 +217,24 @@ def test_a9_a_wrong_dtype_is_named(name):
         kda(**args)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "state", "lengths"])
+@pytest.mark.parametrize("fn", [kda, kda_ref, kda_step, kda_chunk_ref, explain])
+def test_a9_what_is_no_array_is_named(fn, name):
+    """Case A9: a list, a numpy array or a missing beta."""
+    args = {
+        "q": mx.zeros((1, 2, 1, 4)),
+        "k": mx.zeros((1, 2, 1, 4)),
+        "v": mx.zeros((1, 2, 1, 4)),
+        "g": mx.zeros((1, 2, 1, 4)),
+        "beta": mx.zeros((1, 2, 1)),
+        "state": mx.zeros((1, 1, 4, 4)),
+        "lengths": mx.array([2]),
+    }
+    args[name] = np.array(args[name])
+    with pytest.raises(ValueError, match=f"^{name} must be an mx.array, got ndarray"):
+        fn(**args)
+
+
 @pytest.mark.parametrize("A_log", [(16,), (2,), (3, 3), ()])
 def test_a9_a_log_of_another_size_is_refused(A_log):
     """Case A9: A_log holds one value a head, whatever its shape."""

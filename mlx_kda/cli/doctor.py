@@ -6,6 +6,7 @@ Without MODEL the shapes of Kimi Linear 48B are checked, with random weights.
 import argparse
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from mlx_kda.cli import common
@@ -32,6 +33,8 @@ def run(args: argparse.Namespace) -> int:
     from mlx_kda.kernels import resolve
 
     runner, reason = resolve(args.runner)
+    if args.model is not None:
+        _known(args.model)
     report: dict[str, Any] = {
         "machine": doctor.machine(),
         "runner": runner,
@@ -55,6 +58,15 @@ def run(args: argparse.Namespace) -> int:
     elif runner == "ops":
         print("no kernel to check; --runner emulator-fast runs their text on the CPU")
     return 0 if all(v.ok for v in verdicts) else 1
+
+
+def _known(folder: str) -> None:
+    """A UserError unless the folder holds a model that this package runs; hub ids pass."""
+    from mlx_kda.convert.source import HUB_ID, read_config
+    from mlx_kda.models import read_config as read_model
+
+    if Path(folder).is_dir() or not HUB_ID.match(folder):
+        read_model(read_config(Path(folder)))
 
 
 def _verdicts(folder: str | None, heads: int, runner: str) -> Iterator[Any]:

@@ -110,6 +110,8 @@ def _open(args: argparse.Namespace, prompt: str | None) -> "Session":
     from mlx_kda.session import Session
 
     exists = args.session is not None and Path(args.session).exists()
+    if args.session is not None and not Path(args.session).absolute().parent.is_dir():
+        raise UserError(f"--session {args.session}: there is no folder to save it in")
     if prompt is None and not exists:
         raise UserError("no prompt: give --prompt TEXT, --prompt-file FILE or text on a pipe")
     tokenizer = common.load_tokenizer(args.model)

@@ -4,6 +4,7 @@ Only the standard library is imported here and at the top of the commands, so th
 answers at once; a command imports what it needs when it runs.
 """
 
+import argparse
 import importlib
 import os
 import signal
@@ -50,9 +51,10 @@ def build_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status. A bad flag leaves through argparse's SystemExit(2)."""
-    args = build_parser().parse_args(argv)
-    prepare_output()
+    args = argparse.Namespace(debug=False)
     try:
+        args = build_parser().parse_args(argv)
+        prepare_output()
         status = args.run(args)
         sys.stdout.flush()
         return status or 0

@@ -36,6 +36,12 @@ class Problem:
         erase: bool = True,
     ) -> "Problem":
         """Check every shape against the others; a ValueError names the one that is off."""
+        arrays = {"q": q, "k": k, "v": v, "beta": beta}
+        given = {"g": g, "state": state, "lengths": lengths}
+        arrays |= {name: x for name, x in given.items() if x is not None}
+        for name, x in arrays.items():
+            if not isinstance(x, mx.array):
+                raise ValueError(f"{name} must be an mx.array, got {type(x).__name__}")
         for name, x in (("q", q), ("k", k), ("v", v)):
             if x.ndim != 4:
                 raise ValueError(f"{name} must be [B, T, heads, dim], got shape {x.shape}")

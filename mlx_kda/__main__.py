@@ -1,0 +1,8 @@
+"""``python -m mlx_kda`` is ``mlx-kda``."""
+
+import sys
+
+from mlx_kda.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())
