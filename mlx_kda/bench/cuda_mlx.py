@@ -9,7 +9,7 @@ import numpy as np
 from ..kernels import metal_kernel
 from ..kernels.chunk import kda_chunk
 from ..kernels.recurrent import kda_recurrent
-from ..ops import kda_chunk_ref, kda_step
+from ..ops import kda, kda_chunk_ref
 from ..oracle import Inputs
 from .shipped import mlx_lm_gated_delta
 
@@ -37,7 +37,7 @@ def candidates(x: Inputs, heads: int) -> Iterator[tuple]:
 def _calls(q, k, v, g, beta, state, T, D, dtype) -> dict:
     calls = {}
     if T == 1:
-        step = mx.compile(lambda *a: kda_step(*a[:5], state=a[5]))
+        step = mx.compile(lambda *a: kda(*a[:5], state=a[5], path="step"))
         calls["ours, operations"] = partial(step, q, k, v, g, beta, state)
     else:
         chunk = mx.compile(lambda *a: kda_chunk_ref(*a[:5], state=a[5], chunk=64))

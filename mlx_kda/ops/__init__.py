@@ -4,7 +4,6 @@ from .chunked import CHUNKS, kda_chunk_ref
 from .dispatch import PATHS, Choice, explain, kda
 from .gates import bounded_gate, l2norm, softplus_gate
 from .reference import kda_ref
-from .stepwise import kda_step
 
 __all__ = [
     "CHUNKS",
@@ -15,7 +14,6 @@ __all__ = [
     "kda",
     "kda_chunk_ref",
     "kda_ref",
-    "kda_step",
     "l2norm",
     "softplus_gate",
 ]

@@ -1,35 +1,11 @@
-"""The recurrence for a few tokens: one small matrix product reads the state once a token."""
+"""The recurrence for a few tokens: one small matrix product reads the state once a token.
+
+Reached as path "step" of `kda`.
+"""
 
 import mlx.core as mx
 
 from .problem import Problem, keep_inside, prepare
-
-
-def kda_step(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    g: mx.array | None,
-    beta: mx.array,
-    *,
-    scale: float | None = None,
-    state: mx.array | None = None,
-    lengths: mx.array | None = None,
-    erase: bool = True,
-) -> tuple[mx.array, mx.array]:
-    """What `kda_ref` computes, ordered for decoding; arguments and results are those of `kda_ref`.
-
-    With a the decays and S the state before the token, the two reads of the state become one
-    product, and the write is folded into the output::
-
-        [p, r] = S [a k, a scale q]
-        e = beta (v - p)         o = r + e (k . scale q)         S <- S a + e k^T
-
-    The state that comes back is a view with Dv innermost in memory, which makes the next token's
-    product one of row-major matrices; values and shape are the public ones.
-    """
-    p = Problem.read(q, k, v, g, beta, scale, state, lengths, erase)
-    return run(p, q, k, v, g, beta, state, lengths)
 
 
 def run(
@@ -42,7 +18,17 @@ def run(
     state: mx.array | None,
     lengths: mx.array | None,
 ) -> tuple[mx.array, mx.array]:
-    """`kda_step` for arguments that were checked."""
+    """`kda_ref` for arguments that were checked, ordered for decoding.
+
+    With a the decays and S the state before the token, the two reads of the state become one
+    product, and the write is folded into the output::
+
+        [p, r] = S [a k, a scale q]
+        e = beta (v - p)         o = r + e (k . scale q)         S <- S a + e k^T
+
+    The state that comes back is a view with Dv innermost in memory, which makes the next token's
+    product one of row-major matrices; values and shape are the public ones.
+    """
     S = p.initial_state(state)
     if p.empty:
         return p.no_output(), S
