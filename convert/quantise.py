@@ -52,11 +52,10 @@ def finish_step(step: Step, dtype: mx.Dtype, recipe: Recipe | None) -> Finished:
             made = step.run(read)
             parts = {name: _once(made, name) for name in step.outputs}
         for name, pieces in parts.items():
-            pieces = _cast_all(name, pieces, targets[name])
             if (packing := packings[name]) is None:
-                yield name, pieces
+                yield name, _cast_all(name, pieces, targets[name])
             else:
-                yield from _packed(name, pieces, packing, step.outputs[name])
+                yield from _packed(name, pieces, targets[name], packing, step.outputs[name])
 
     def run(read: Read) -> dict[str, mx.array]:
         made = {name: list(pieces) for name, pieces in stream(read)}
@@ -76,7 +75,7 @@ def _cast_all(name: str, pieces: Pieces, dtype: mx.Dtype) -> Pieces:
 
 
 def _packed(
-    name: str, pieces: Pieces, packing: Packing, spec: Spec
+    name: str, pieces: Pieces, dtype: mx.Dtype, packing: Packing, spec: Spec
 ) -> Iterator[tuple[str, Pieces]]:
     """The words of a weight, then its scales and biases, which are kept meanwhile."""
     first, *others = packing.outputs(name.removesuffix(".weight"), spec)
@@ -84,8 +83,10 @@ def _packed(
 
     def words() -> Pieces:
         for piece in pieces:
-            packed, *rest = mx.quantize(piece, packing.group_size, packing.bits, mode=packing.mode)
-            mx.eval(packed, *rest)
+            plain = piece.astype(dtype)
+            packed, *rest = mx.quantize(plain, packing.group_size, packing.bits, mode=packing.mode)
+            mx.eval(plain, packed, *rest)  # at once: the check then has nothing to wait for
+            check_finite(name, piece, plain)
             for held, part in zip(kept, rest, strict=True):
                 held.append(part)
             yield packed
@@ -109,7 +110,7 @@ def is_finite(array: mx.array) -> bool:
     }[array.dtype]
     top = 1 << (8 * array.dtype.size - 1)
     carrier = mx.uint32 if array.dtype.size == 4 else mx.uint16
-    bits = np.array(mx.contiguous(array).view(carrier), copy=False)
+    bits = np.array(array.view(carrier), copy=False)
     return not bits.size or bool(
         bits.view(signed).max() < infinity and bits.view(unsigned).max() < infinity + top
     )
@@ -123,8 +124,14 @@ def is_cast(name: str, spec: Spec) -> bool:
 def cast(name: str, array: mx.array, dtype: mx.Dtype) -> mx.array:
     """Cast, and refuse what is not finite before or after."""
     result = array.astype(dtype)
-    if not is_finite(result):
-        if is_finite(array):
-            raise UserError(f"{name} holds values beyond the range of {dtype}; use bfloat16")
-        raise UserError(f"{name} holds NaN or infinite values in the source")
+    check_finite(name, array, result)
     return result
+
+
+def check_finite(name: str, array: mx.array, result: mx.array) -> None:
+    """Refuse what is not finite once it is cast, saying whether it was before."""
+    if is_finite(result):
+        return
+    if is_finite(array):
+        raise UserError(f"{name} holds values beyond the range of {result.dtype}; use bfloat16")
+    raise UserError(f"{name} holds NaN or infinite values in the source")

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from .tensor_files import Spec
 
-PIECE_BYTES = 16_000_000  # of a stack, made at a time
+PIECE_BYTES = 4_000_000  # of a stack, made at a time; a larger tensor alone, without a copy
 Read = Callable[[str], mx.array]
 Pieces = Iterator[mx.array]  # a tensor, some rows at a time
 
@@ -68,7 +68,8 @@ def stack_step(sources: Sequence[str], name: str, spec: Spec) -> Step:
 
     def pieces(read: Read) -> Pieces:
         for start in range(0, len(sources), at_a_time):
-            yield mx.stack([read(source) for source in sources[start : start + at_a_time]])
+            parts = [read(source) for source in sources[start : start + at_a_time]]
+            yield parts[0][None] if len(parts) == 1 else mx.stack(parts)
 
     return Step(
         tuple(sources),
