@@ -1,36 +1,79 @@
-"""Every path that runs on a CUDA GPU, on the same inputs in one run, with errors against float64.
+"""`bench cuda`: every path that runs on a CUDA GPU, on the same inputs, in one process.
 
-    python -m mlx_kda.bench.cuda mlx RESULTS.json      ours and mlx-lm's, in MLX's CUDA build
-    python -m mlx_kda.bench.cuda torch RESULTS.json    FLA and FlashKDA, in PyTorch
-
-Two processes, since both frameworks keep the GPU's memory. Inputs are those of two heads, made by
+Candidates take turns within a configuration. Inputs are those of two heads, made by
 `mlx_kda.oracle` from one seed, rounded to the candidate's dtype and repeated over the heads; the
-truth is the float64 recurrence on exactly what the candidate was given. Times are medians of
-chained calls, synchronised once a chain.
+truth is the float64 recurrence on exactly what the candidate was given.
 """
 
-import json
+import importlib
+import importlib.util
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from .. import oracle
-from ..files import write_text
+from ..errors import UserError
+from .timing import STEADY
 
 D = 128
 HEADS = (32, 96)
 TOKENS = (1, 512, 2048, 8192, 32768)
 ROWS = ("random", "bounded", "repeated", "collinear")
 LOWER_BOUND = -5.0
-# The float64 loop is the slow part: errors are taken over this many tokens at most.
+FRAMEWORKS = {"mlx": "mlx", "torch": "fla"}  # name -> the package that has to be there
+# The float64 loop is slow, and one number of heads says it all: errors are taken up to here only.
 TRUTH_TOKENS = 2048
-SAMPLES = 5
-BUDGET = 0.25  # seconds a candidate and configuration
+SAMPLES = 7
+SAMPLE_SECONDS = 0.03
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One path on one configuration.
+
+    given: what it computes on, after rounding to its dtype, as two heads in float32.
+    call: starts the work; wait: returns when what a call returned is there.
+    read: what a call returned -> (o, state) of the first two heads, in numpy.
+    """
+
+    name: str
+    dtype: str
+    given: oracle.Inputs
+    call: Callable[[], Any]
+    wait: Callable[[Any], None]
+    read: Callable[[Any], tuple[np.ndarray, np.ndarray]]
+
+
+def run(
+    tokens: Sequence[int] = TOKENS,
+    heads: Sequence[int] = HEADS,
+    rows: Sequence[str] = ROWS,
+    frameworks: Sequence[str] = tuple(FRAMEWORKS),
+) -> Iterator[dict[str, Any]]:
+    """A row of results for each candidate and configuration, as they come.
+
+    Kinds of inputs beyond the first are run where their errors are taken: with the first number
+    of heads, up to `TRUTH_TOKENS`. A candidate that fails gives a row that says how.
+
+    Raises:
+        UserError: a framework, or the GPU, is not there.
+    """
+    modules = [_module(name) for name in frameworks]
+    for H in heads:
+        for T in tokens:
+            with_errors = heads[0] == H and T <= TRUTH_TOKENS
+            for row in rows if with_errors else rows[:1]:
+                x = inputs(row, T)
+                candidates = [c for m in modules for c in m.candidates(x, H)]
+                for result in _compare(candidates, with_errors):
+                    yield {"row": row, "H": H, "T": T, **result}
+                del candidates
+                for module in modules:
+                    module.release()
 
 
 def inputs(row: str, T: int) -> oracle.Inputs:
@@ -42,86 +85,55 @@ def inputs(row: str, T: int) -> oracle.Inputs:
     return oracle.Inputs(x.q, x.k, x.v, (LOWER_BOUND * u).astype(np.float32), x.beta)
 
 
-def measure(call: Callable[[], Any], wait: Callable[[Any], None]) -> tuple[float, float]:
-    """(median, spread between quartiles over the median) of one call in milliseconds."""
-    wait(call())
-    wait(call())
-    start = time.perf_counter()
-    wait(call())
-    calls = int(min(20, max(1, BUDGET / SAMPLES / (time.perf_counter() - start))))
-    taken = []
+def _module(framework: str):
+    package = FRAMEWORKS[framework]
+    if importlib.util.find_spec(package) is None:
+        raise UserError(f"{framework} candidates need the package {package}, which is missing")
+    module = importlib.import_module(f".cuda_{framework}", __package__)
+    module.check()
+    return module
+
+
+def _compare(candidates: list[Candidate], with_errors: bool) -> Iterator[dict[str, Any]]:
+    """Time the candidates in turns, then their errors."""
+    results: list[dict[str, Any]] = [
+        {"candidate": c.name, "dtype": c.dtype} for c in candidates
+    ]  # fmt: skip
+    calls = [_warm(c, result) for c, result in zip(candidates, results, strict=True)]
+    taken: list[list[float]] = [[] for _ in candidates]
     for _ in range(SAMPLES):
-        start = time.perf_counter()
-        for _ in range(calls):
-            result = call()
-        wait(result)
-        taken.append((time.perf_counter() - start) / calls * 1e3)
-    low, median, high = statistics.quantiles(taken, n=4, method="inclusive")
-    return median, (high - low) / median
-
-
-def compare(candidates: Callable, tokens: int, heads: int, row: str) -> Iterator[dict[str, Any]]:
-    """Rows for one configuration. ``candidates(x, heads)`` yields
-    (name, dtype, inputs it was given, call, wait, results -> numpy (o, state) of two heads)."""
-    x = inputs(row, tokens)
-    truths: dict[str, tuple] = {}
-    for name, dtype, given, call, wait, read in candidates(x, heads):
-        result: dict[str, Any] = {
-            "candidate": name, "dtype": dtype, "row": row, "H": heads, "T": tokens
-        }  # fmt: skip
-        try:
-            result["ms"], result["spread"] = measure(call, wait)
-            if tokens <= TRUTH_TOKENS and heads == HEADS[0]:
-                key = f"{dtype} {'raw' if name == 'FlashKDA' else ''}"
+        for i, candidate in enumerate(candidates):
+            if calls[i]:
+                start = time.perf_counter()
+                for _ in range(calls[i]):
+                    result = candidate.call()
+                candidate.wait(result)
+                taken[i].append((time.perf_counter() - start) / calls[i] * 1e3)
+    truths: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    for candidate, result, times in zip(candidates, results, taken, strict=True):
+        if times:
+            low, median, high = statistics.quantiles(times, n=4, method="inclusive")
+            spread = (high - low) / median
+            result |= {"ms": median, "spread": spread, "steady": spread <= STEADY}
+            if with_errors:
+                key = id(candidate.given)
                 if key not in truths:
-                    truths[key] = oracle.recurrence(*given.arrays())
-                o, S = read(call())
+                    truths[key] = oracle.recurrence(*candidate.given.arrays())
+                o, S = candidate.read(candidate.call())
                 result["error"] = oracle.error(o, truths[key][0])
                 result["state_error"] = oracle.error(S, truths[key][1])
-        except Exception as error:  # a peer that refuses is a result
-            result["failed"] = " ".join(str(error).split())[:200]
         yield result
 
 
-def run(kind: str) -> Iterator[dict[str, Any]]:
-    """All configurations of one framework."""
-    if kind == "mlx":
-        from .cuda_mlx import candidates
-    else:
-        from .cuda_torch import candidates
-    for heads in HEADS:
-        for tokens in TOKENS:
-            for row in ROWS if heads == HEADS[0] and tokens <= TRUTH_TOKENS else ROWS[:1]:
-                yield from compare(candidates, tokens, heads, row)
-
-
-def main(kind: str, out: str) -> None:
-    """Run one framework's candidates; the document is whole after every row."""
-    document: dict[str, Any] = {
-        "title": f"Measured on CUDA: {'MLX' if kind == 'mlx' else 'PyTorch'}",
-        "machine": _machine(kind),
-        "note": "Errors are those of two heads on up to 2,048 tokens against float64.",
-        "rows": [],
-    }
-    for row in run(kind):
-        print(json.dumps(row), flush=True)
-        document["rows"].append(row)
-        write_text(Path(out), json.dumps(document, indent=1) + "\n")
-
-
-def _machine(kind: str) -> str:
-    date = time.strftime("%Y-%m-%d", time.gmtime())
-    if kind == "mlx":
-        import mlx.core as mx
-
-        name = mx.device_info().get("device_name", "CUDA GPU")
-        return f"{name}, mlx {mx.__version__}, {date}"
-    import fla
-    import torch
-
-    name = torch.cuda.get_device_name()
-    return f"{name}, torch {torch.__version__}, fla {fla.__version__}, {date}"
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def _warm(candidate: Candidate, result: dict[str, Any]) -> int:
+    """Calls to chain in a sample; 0, and why in ``result``, for a candidate that cannot run."""
+    try:
+        candidate.wait(candidate.call())  # compiles
+        candidate.wait(candidate.call())
+        start = time.perf_counter()
+        candidate.wait(candidate.call())
+        once = time.perf_counter() - start
+    except Exception as error:  # a peer that refuses is a result
+        result["failed"] = " ".join(str(error).split())[:200]
+        return 0
+    return int(min(20, max(1, SAMPLE_SECONDS / once)))

@@ -1,4 +1,4 @@
-"""Candidates of `bench.cuda` in MLX: our operations, our kernels, and mlx-lm's two paths."""
+"""Candidates of `bench cuda` in MLX: our operations, our kernels, and mlx-lm's two paths."""
 
 from collections.abc import Iterator
 from functools import cache, partial
@@ -6,20 +6,36 @@ from functools import cache, partial
 import mlx.core as mx
 import numpy as np
 
+from ..errors import UserError
 from ..kernels import metal_kernel
 from ..kernels.chunk import kda_chunk
 from ..kernels.recurrent import kda_recurrent
 from ..ops import kda, kda_chunk_ref
 from ..oracle import Inputs
-from .shipped import mlx_lm_gated_delta
+from .cuda import Candidate
+from .shipped import mlx_lm_call, mlx_lm_gated_delta
 
+RUNNER = "cuda"
 # mlx-lm's loop builds a graph node for every operation of every token.
 _LOOP_TOKENS = 2048
-RUNNER = "cuda"
+# Tokens of one compiled function of ours, as a model's prefill step has.
+_STEP = 2048
 
 
-def candidates(x: Inputs, heads: int) -> Iterator[tuple]:
-    """(name, dtype, inputs given, call, wait, results -> numpy) of each; see `bench.cuda`."""
+def check() -> None:
+    """UserError where MLX has no CUDA GPU."""
+    if not mx.cuda.is_available():
+        raise UserError("the mlx candidates need MLX's CUDA build and a CUDA GPU")
+    mx.set_default_device(mx.gpu)
+
+
+def release() -> None:
+    """Give memory kept for later back, for the other framework."""
+    mx.clear_cache()
+
+
+def candidates(x: Inputs, heads: int) -> Iterator[Candidate]:
+    """Ours and mlx-lm's, in float32 and bfloat16."""
     for dtype in ("float32", "bfloat16"):
         kind = getattr(mx, dtype)
         small = [mx.array(a).astype(kind) for a in (x.q, x.k, x.v, x.beta)]
@@ -27,39 +43,49 @@ def candidates(x: Inputs, heads: int) -> Iterator[tuple]:
         rounded = Inputs(*given[:3], x.g, given[3])
         q, k, v, beta = (_over_heads(a, heads) for a in small)
         g = _over_heads(mx.array(x.g), heads)
-        T, D = x.q.shape[1], x.q.shape[3]
-        state = mx.zeros((1, heads, D, D))
+        state = mx.zeros((1, heads, v.shape[-1], q.shape[-1]))
         mx.eval(q, k, v, g, beta, state)
-        for name, call in _calls(q, k, v, g, beta, state, T, D, dtype).items():
-            yield name, dtype, rounded, _started(call), mx.eval, _read
+        for name, call in _calls(q, k, v, g, beta, state).items():
+            yield Candidate(name, dtype, rounded, _started(call), mx.eval, _read)
 
 
-def _calls(q, k, v, g, beta, state, T, D, dtype) -> dict:
-    calls = {}
-    if T == 1:
-        step = mx.compile(lambda *a: kda(*a[:5], state=a[5], path="step"))
-        calls["ours, operations"] = partial(step, q, k, v, g, beta, state)
-    else:
-        chunk = mx.compile(lambda *a: kda_chunk_ref(*a[:5], state=a[5], chunk=64))
-        calls["ours, operations"] = partial(chunk, q, k, v, g, beta, state)
-        calls["ours, kda_chunk exact"] = partial(
-            kda_chunk, q, k, v, g, beta, state=state, runner=RUNNER
-        )
-        if dtype != "float32":
-            calls["ours, kda_chunk half"] = partial(
-                kda_chunk, q, k, v, g, beta, state=state, mode="half", runner=RUNNER
-            )
-    calls["ours, kda_recurrent"] = partial(
-        kda_recurrent, q, k, v, g, beta, state=state, runner=RUNNER
-    )
+def _calls(q, k, v, g, beta, state) -> dict:
+    T, D = q.shape[1], q.shape[-1]
+    inputs = (q, k, v, g, beta)
+    chunk = partial(kda_chunk, *inputs, state=state, runner=RUNNER)
+    calls = {"ours, operations": partial(_operations, inputs, state)}
+    if T > 1:
+        calls["ours, kda_chunk exact"] = chunk
+        if q.dtype != mx.float32:
+            calls["ours, kda_chunk half"] = partial(chunk, mode="half")
+    calls["ours, kda_recurrent"] = partial(kda_recurrent, *inputs, state=state, runner=RUNNER)
     scaled, decay = q * D**-0.5, mx.exp(g)
     mx.eval(scaled, decay)
-    calls["mlx-lm, vector kernel"] = partial(_vector, scaled, k, v, decay, beta, state)
+    theirs = (scaled, k, v, decay, beta, state)
+    calls["mlx-lm, vector kernel"] = partial(_vector, *theirs)
     if T <= _LOOP_TOKENS:
         from mlx_lm.models.gated_delta import gated_delta_ops
 
-        calls["mlx-lm, loop"] = partial(gated_delta_ops, scaled, k, v, decay, beta, state)
+        calls["mlx-lm, loop"] = partial(gated_delta_ops, *theirs)
     return calls
+
+
+@cache
+def _compiled(step: bool):
+    if step:
+        return mx.compile(lambda *a: kda(*a[:5], state=a[5], path="step"))
+    return mx.compile(lambda *a: kda_chunk_ref(*a[:5], state=a[5], chunk=64))
+
+
+def _operations(inputs, state) -> tuple[mx.array, mx.array]:
+    """Our operations under mx.compile, a prefill step at a time."""
+    T = inputs[0].shape[1]
+    outputs = []
+    for start in range(0, T, _STEP):
+        part = [x[:, start : start + _STEP] for x in inputs]
+        o, state = _compiled(T == 1)(*part, state)
+        outputs.append(o)
+    return mx.concatenate(outputs, axis=1), state
 
 
 @cache
@@ -67,19 +93,9 @@ def _vector_kernel():
     return mlx_lm_gated_delta(partial(metal_kernel, runner=RUNNER))["gated_delta_step_vec"]
 
 
-def _vector(q, k, v, decay, beta, state) -> list[mx.array]:
+def _vector(*inputs) -> list[mx.array]:
     """mlx-lm's Metal kernel for per-channel gates, its body through the same runner as ours."""
-    B, T, H, D = q.shape
-    return _vector_kernel()(
-        inputs=[q, k, v, decay, beta, state, T],
-        template=[
-            ("InT", q.dtype), ("StT", mx.float32), ("Dk", D), ("Dv", D), ("Hk", H), ("Hv", H)
-        ],
-        grid=(32, D, B * H),
-        threadgroup=(32, 4, 1),
-        output_shapes=[v.shape, state.shape],
-        output_dtypes=[q.dtype, mx.float32],
-    )  # fmt: skip
+    return _vector_kernel()(**mlx_lm_call(*inputs))
 
 
 def _started(call):

@@ -1,17 +1,36 @@
-"""Candidates of `bench.cuda` in PyTorch: FLA's Triton kernels and FlashKDA, as installed."""
+"""Candidates of `bench cuda` in PyTorch: FLA's Triton kernels and FlashKDA, as installed.
 
+FlashKDA's wheels are built for one version of PyTorch each and do not check it: with another one
+every call ends with "all tensors must be on CUDA". For PyTorch 2.11 take tokenspeed-flashkda
+0.0.1.post20260729.
+"""
+
+import importlib.util
 from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
 import torch
 
+from ..errors import UserError
 from ..oracle import Inputs
-from .cuda import LOWER_BOUND
+from .cuda import LOWER_BOUND, Candidate
 
 
-def candidates(x: Inputs, heads: int) -> Iterator[tuple]:
-    """(name, dtype, inputs given, call, wait, results -> numpy) of each; see `bench.cuda`."""
+def check() -> None:
+    """UserError where PyTorch has no CUDA GPU; keeps Triton's tuning short."""
+    if not torch.cuda.is_available():
+        raise UserError("the torch candidates need PyTorch's CUDA build and a CUDA GPU")
+    _few_configurations()
+
+
+def release() -> None:
+    """Give memory kept for later back, for the other framework."""
+    torch.cuda.empty_cache()
+
+
+def candidates(x: Inputs, heads: int) -> Iterator[Candidate]:
+    """FLA's two forms in bfloat16 and float32, and FlashKDA where it is installed."""
     from fla.ops.kda import chunk_kda, fused_recurrent_kda
 
     T = x.q.shape[1]
@@ -19,19 +38,19 @@ def candidates(x: Inputs, heads: int) -> Iterator[tuple]:
         kind = getattr(torch, dtype)
         small = [torch.from_numpy(np.array(a)).to(kind) for a in (x.q, x.k, x.v, x.beta)]
         given = [a.float().numpy() for a in small]
+        rounded = Inputs(*given[:3], x.g, given[3])
         q, k, v, beta = (_over_heads(a, heads) for a in small)
         g = _over_heads(torch.from_numpy(np.array(x.g)), heads)
-        rounded = Inputs(*given[:3], x.g, given[3])
-        name, fn = ("FLA chunk_kda", chunk_kda)
-        if T == 1:
-            name, fn = ("FLA fused_recurrent_kda", fused_recurrent_kda)
-        call = partial(fn, q, k, v, g, beta, output_final_state=True)
-        yield name, dtype, rounded, _inference(call), _wait, _read
-    if T > 1:
+        forms = {"FLA chunk_kda": chunk_kda} if T > 1 else {}
+        forms["FLA fused_recurrent_kda"] = fused_recurrent_kda
+        for name, form in forms.items():
+            call = partial(form, q, k, v, g, beta, output_final_state=True)
+            yield Candidate(name, dtype, rounded, _inference(call), _wait, _read)
+    if T > 1 and importlib.util.find_spec("flash_kda"):
         yield _flash(x, heads)
 
 
-def _flash(x: Inputs, heads: int) -> tuple:
+def _flash(x: Inputs, heads: int) -> Candidate:
     """FlashKDA takes raw gates and strengths in bfloat16 and normalises q and k itself."""
     import flash_kda
 
@@ -44,7 +63,7 @@ def _flash(x: Inputs, heads: int) -> tuple:
     q, k, v, a, b = (s.double().numpy() for s in small)
     unit = [z / np.sqrt((z**2).sum(-1, keepdims=True) + 1e-6) for z in (q, k)]
     given = Inputs(*unit, v, LOWER_BOUND / (1 + np.exp(-a)), 1 / (1 + np.exp(-b)))
-    q, k, v, a, b = (_over_heads(s, heads).contiguous() for s in small)
+    q, k, v, a, b = (_over_heads(s, heads) for s in small)
     D = q.shape[-1]
     o = torch.empty_like(v)
     A_log = torch.zeros(heads, device="cuda")
@@ -60,7 +79,30 @@ def _flash(x: Inputs, heads: int) -> tuple:
         o, S = result
         return o[:, :, :2].float().cpu().numpy(), S[:, :2].float().cpu().numpy()
 
-    return "FlashKDA", "bfloat16", given, _inference(call), _wait, read
+    return Candidate("FlashKDA", "bfloat16", given, _inference(call), _wait, read)
+
+
+def _few_configurations() -> None:
+    """Make Triton's autotuner drop most configurations: FLA's take minutes for every shape.
+
+    One warp count and one pipeline depth are kept, with every block size. Before fla is imported.
+    """
+    from triton.runtime.autotuner import Autotuner
+
+    original = Autotuner.__init__
+
+    def fewer(configs: list) -> list:
+        if not configs:
+            return configs
+        warps = min((c.num_warps for c in configs), key=lambda n: abs(n - 4))
+        kept = [c for c in configs if c.num_warps == warps]
+        stages = min(c.num_stages for c in kept)
+        return [c for c in kept if c.num_stages == stages]
+
+    def init(self, fn, arg_names, configs, *rest, **named):
+        original(self, fn, arg_names, fewer(configs), *rest, **named)
+
+    Autotuner.__init__ = init
 
 
 def _inference(call):

@@ -11,23 +11,40 @@ from typing import Any
 
 import mlx.core as mx
 
-_PACKAGES = ("mlx-kda", "mlx", "mlx-lm", "numpy")
+from .. import __version__
+
+_PACKAGES = ("mlx", "mlx-lm", "numpy")
+# Where there is a CUDA GPU, those of these that are installed.
+_CUDA_PACKAGES = (
+    "mlx-cuda-13",
+    "mlx-cuda-12",
+    "torch",
+    "triton",
+    "fla-core",
+    "tokenspeed-flashkda",
+)
+_MISSING = "not installed"
 
 
 def describe(command: str) -> dict[str, Any]:
     """Chip, cores, memory, system, device, package versions, commit, date and the command."""
+    device = _device()
+    packages = {"mlx-kda": __version__} | {name: _version(name) for name in _PACKAGES}
+    if device == "CUDA GPU":
+        peers = {name: _version(name) for name in _CUDA_PACKAGES}
+        packages |= {name: version for name, version in peers.items() if version != _MISSING}
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": command,
         "chip": _chip(),
-        "device": _device(),
+        "device": device,
         "cores": len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
         "system": _system(),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": packages,
         "commit": _commit(),
     }
 
@@ -56,14 +73,16 @@ def _chip() -> str:
 def _system() -> str:
     if sys.platform == "darwin":
         return f"macOS {platform.mac_ver()[0]}"
-    return f"{platform.system()} {platform.release()}"
+    system = f"{platform.system()} {platform.release()}"
+    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return f"{system}, NVIDIA driver {driver.split()[0]}" if driver else system
 
 
 def _version(name: str) -> str:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return _MISSING
 
 
 def _commit() -> str:

@@ -1,7 +1,6 @@
 """`bench all`: one Markdown page of everything that this machine can measure or count."""
 
 import argparse
-import json
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 from ..errors import UserError
 from ..files import write_text
-from . import machine, results
+from . import cuda_tables, machine, results
 
 # What each table of the page is run with, beside the options of `bench all`.
 _PLAN: dict[str, dict[str, Any]] = {
@@ -26,19 +25,6 @@ _PLAN: dict[str, dict[str, Any]] = {
     "launches": {"q_bits": 4},
     "counters": {"tokens": 64, "dim": 128, "dtype": "bfloat16"},
 }
-_CUDA = {
-    "candidate": "candidate",
-    "dtype": "dtype",
-    "row": "inputs",
-    "H": "H",
-    "T": "T",
-    "ms": "ms",
-    "spread": "spread",
-    "error": "error",
-    "state_error": "state error",
-    "failed": "failed",
-}
-
 
 def write(path: Path, command: str, args: argparse.Namespace, run_one: Callable) -> None:
     """Run the kinds of `_PLAN` and write the page; ``run_one(benchmark, options)`` gives rows."""
@@ -101,15 +87,20 @@ def _section(what, columns, note, rows, about) -> str:
 
 
 def _cuda(path: Path) -> str:
-    """Rows that `mlx_kda.bench.cuda` wrote on another machine."""
-    try:
-        document = json.loads(path.read_text())
-        rows, where = document["rows"], document["machine"]
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise UserError(f"{path} is not a result of mlx_kda.bench.cuda: {e}") from e
-    shown = [key for key in _CUDA if any(key in row for row in rows)]
-    table = results.markdown(rows, {key: _CUDA[key] for key in shown})
-    return f"## {document['title']}\n\n{where}\n\n{table}\n\n{document.get('note', '')}".rstrip()
+    """Rows that `bench cuda` wrote on another machine."""
+    document = results.load(path)
+    if document["benchmark"] != "cuda":
+        raise UserError(f"{path} holds results of bench {document['benchmark']}, not of bench cuda")
+    about = document["machine"]
+    packages = ", ".join(f"{name} {version}" for name, version in about["packages"].items())
+    from ..cli.benchmarks import BENCHMARKS
+
+    note = BENCHMARKS["cuda"].note
+    return f"""## On CUDA, another machine
+
+{about["chip"]}, {about["system"]}, {packages}, {about["date"]}. {note}
+
+{cuda_tables.markdown(document["rows"])}"""
 
 
 def _predicted(rows: list[dict[str, Any]]) -> str:

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         action="append",
         default=[],
-        help="results of mlx_kda.bench.cuda to add to the page; may be repeated",
+        help="JSON of bench cuda from another machine, to add to the page; may be repeated",
     )
 
     plot = kinds.add_parser("plot", help="draw saved results to SVG and PNG")

@@ -166,6 +166,25 @@ def _quality_rows(args: argparse.Namespace) -> Rows:
     return quality.run(args.source, quality.read(Path(args.text)), recipes)
 
 
+def _cuda_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=integers, metavar="T,T", help="default: 1 to 32768")
+    parser.add_argument("--heads", type=integers, metavar="H,H", help="even; default: 32,96")
+    parser.add_argument("--frameworks", default="mlx,torch", help="default: mlx,torch")
+
+
+def _cuda_rows(args: argparse.Namespace) -> Rows:
+    from mlx_kda.bench import cuda
+    from mlx_kda.errors import UserError
+
+    frameworks = args.frameworks.split(",")
+    if not set(frameworks) <= set(cuda.FRAMEWORKS):
+        raise UserError(f"--frameworks takes mlx, torch or both, got {args.frameworks!r}")
+    heads = args.heads or cuda.HEADS
+    if any(H % 2 for H in heads):
+        raise UserError(f"--heads takes even numbers, got {','.join(map(str, heads))}")
+    return cuda.run(args.tokens or cuda.TOKENS, heads, frameworks=frameworks)
+
+
 def _columns(names: str, **headings: str) -> dict[str, str]:
     return {name: headings.get(name, name) for name in names.split()}
 
@@ -254,6 +273,20 @@ BENCHMARKS = {
             _quality_rows,
             "Divergence: from the first recipe's distributions, nats a token, ± standard error; by "
             "the gates: what quantising the gate path added to it.",
+        ),
+        Benchmark(
+            "cuda",
+            "every path on a CUDA GPU beside FLA and FlashKDA, with the errors beside the times",
+            _columns(
+                "H T row dtype candidate ms spread error state_error failed",
+                row="inputs",
+                state_error="state error",
+            ),
+            _cuda_arguments,
+            _cuda_rows,
+            "Candidates took turns in one process; errors are those of two heads, outputs and "
+            "state, against float64 on the inputs as rounded to the dtype. FLA's kernels were "
+            "tuned over one warp count and pipeline depth.",
         ),
         Benchmark(
             "endurance",
