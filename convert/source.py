@@ -4,8 +4,6 @@ Only configs, tokenizer files and safetensors are ever fetched or opened: no Pyt
 """
 
 import hashlib
-import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +11,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_kda.errors import CheckpointError, UserError
+from mlx_kda.errors import CheckpointError
 
 from .builder import listed
+from .folders import INDEX, find_folder, read_config, read_json, refuse_without_weights
 from .tensor_files import Stored, read_header, read_tensor
 
-INDEX = "model.safetensors.index.json"
-HUB_ID = re.compile(r"^\w[\w.-]*/\w[\w.-]*$")
 SAMPLE = 65_536
 
 
@@ -92,38 +89,12 @@ def open_source(
     Raises UserError or CheckpointError: no such folder, hub out of reach, no checkpoint in it,
     a missing, truncated or damaged file, a tensor stored twice.
     """
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        revision = None
-    elif folder.exists():
-        raise UserError(f"{source} is a file; give the folder that holds config.json")
-    elif HUB_ID.match(str(source)):
+    folder = find_folder(source)
+    if folder is None:
         from . import hub
 
         return hub.open_repository(str(source), revision, download)
-    else:
-        raise UserError(f"{source}: no such folder, and no hub id of the form owner/name")
-    return Source(str(source), folder, read_config(folder), read_tensors(folder), revision)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a checkpoint's folder; CheckpointError if it is missing or damaged."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.parent} is no checkpoint: it has no {path.name}") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is damaged: not a JSON object")
-    return content
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder."""
-    return read_json(folder / "config.json")
+    return Source(str(source), folder, read_config(folder), read_tensors(folder))
 
 
 def read_tensors(folder: Path) -> dict[str, Stored]:
@@ -139,7 +110,7 @@ def read_tensors(folder: Path) -> dict[str, Stored]:
         found = [*folder.glob("model*.safetensors")] or [*folder.glob("*.safetensors")]
         files = sorted(path.name for path in found)
     if not files:
-        _refuse_folder(folder)
+        refuse_without_weights(folder)
     if absent := [name for name in files if not (folder / name).is_file()]:
         raise CheckpointError(f"{INDEX} names files that are missing: {listed(absent)}")
 
@@ -174,12 +145,3 @@ def joined(headers: dict[str, dict[str, Stored]], placed: dict[str, str]) -> dic
     if strays := [name for name, file in placed.items() if tensors[name].file.name != file]:
         raise CheckpointError(f"{INDEX} names the wrong file for {listed(strays)}")
     return tensors
-
-
-def _refuse_folder(folder: Path) -> None:
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
-        raise CheckpointError(
-            f"{folder} holds PyTorch pickles, which can run code and are not read; "
-            "save it as safetensors"
-        )
-    raise CheckpointError(f"{folder} is no checkpoint: it has no .safetensors file")

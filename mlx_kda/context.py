@@ -1,7 +1,5 @@
 """What a model has read: its cache and the ids absorbed into it, kept in step."""
 
-import inspect
-import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,10 +9,23 @@ import mlx.nn as nn
 
 from mlx_kda.cache import Policy, marks
 from mlx_kda.cache.checkpoints import Checkpoint, Checkpoints
+from mlx_kda.cache.making import cache_maker
 from mlx_kda.errors import UserError
+from mlx_kda.forward import (
+    NonFiniteLogits,
+    cache_arrays,
+    check_finite,
+    checked_ids,
+    context_limit,
+    last_logits,
+    takes_last_only,
+)
+from mlx_kda.history import History
 from mlx_kda.sampling import LogitsProcessor, Sampler, Sampling
 
-PREFILL_STEP = 2048
+# Tokens of a prompt read at a time. A wish to stop waits for one step: on a CPU, where long steps
+# are no faster, they are short.
+GPU_STEP, CPU_STEP = 2048, 64
 # Every so many decoded tokens MLX's cache of free buffers is emptied, so that buffers of
 # lengths that will not come again (attention over a growing cache) do not pile up.
 CLEAR_EVERY = 256
@@ -22,18 +33,9 @@ CLEAR_EVERY = 256
 Progress = Callable[[int, int], None]
 
 
-class NonFiniteLogits(UserError):
-    """The model's logits hold NaN or infinity: the weights or the state are spoilt."""
-
-
-def context_limit(model: nn.Module) -> int | None:
-    """Longest context in tokens that the model's config allows, None where it names none."""
-    config = getattr(model, "args", None) or getattr(model, "config", None)
-    for name in ("model_max_length", "max_position_embeddings"):
-        limit = getattr(config, name, None)
-        if limit:
-            return int(limit)
-    return None
+def prefill_step() -> int:
+    """Tokens of a prompt that are read at a time by default, on MLX's device now."""
+    return CPU_STEP if mx.default_device().type == mx.DeviceType.cpu else GPU_STEP
 
 
 class Context:
@@ -58,10 +60,10 @@ class Context:
         """An empty context; ``make_cache`` gives another cache than the policy's."""
         self.model = model
         self.policy = Policy.parse(policy)
-        self._make_cache = make_cache or _cache_maker(model, self.policy)
+        self._make_cache = make_cache or cache_maker(model, self.policy)
         self.limit = context_limit(model)
         self.checkpoints = Checkpoints()
-        self._last_only = "last_only" in inspect.signature(type(model).__call__).parameters
+        self._last_only = takes_last_only(model)
         self.clear()
 
     def clear(self) -> None:
@@ -85,12 +87,12 @@ class Context:
         self,
         ids: Sequence[int],
         *,
-        step: int = PREFILL_STEP,
+        step: int | None = None,
         progress: Progress | None = None,
         stops: Collection[int] = (),
         every: int | None = None,
     ) -> None:
-        """Absorb ``ids`` in chunks of at most ``step`` tokens.
+        """Absorb ``ids`` in chunks of at most ``step`` tokens (default: ``prefill_step()``).
 
         ``progress(done, total)`` is called at the start and after every chunk. What it raises
         ends the prefill between two chunks, with ``tokens`` telling how far it came. Automatic
@@ -99,7 +101,8 @@ class Context:
 
         Raises UserError where the model's context is too short, and NonFiniteLogits.
         """
-        ids = self._checked(ids)
+        ids = checked_ids(self.model, ids)
+        step = prefill_step() if step is None else step
         if step < 1:
             raise UserError(f"the prefill step must be at least 1 token, not {step}")
         if self.room is not None and len(ids) > self.room:
@@ -122,22 +125,10 @@ class Context:
                 progress(done, len(ids))
             mx.clear_cache()
 
-    def _checked(self, ids: Sequence[int]) -> list[int]:
-        """Ids as integers within the vocabulary: MLX would read past the embedding's end."""
-        try:
-            checked = [operator.index(i) for i in ids]
-        except TypeError:
-            raise UserError("token ids must be whole numbers") from None
-        size = getattr(getattr(self.model, "args", None), "vocab_size", None)
-        wrong = next((i for i in checked if i < 0 or (size is not None and i >= size)), None)
-        if wrong is not None:
-            raise UserError(f"token id {wrong} is not in the model's vocabulary of {size or 0:,}")
-        return checked
-
     def _absorb(self, chunk: list[int], last: bool) -> None:
         with self._whole(len(chunk)):
             if last:
-                self.logits = self._last_logits(mx.array(chunk))
+                self.logits = self._logits(mx.array(chunk))
                 finite = mx.isfinite(self.logits).all()
                 mx.eval(self.logits, finite, self.states())
                 check_finite(finite, len(self.tokens) + len(chunk))
@@ -242,18 +233,19 @@ class Context:
         if self.room is not None:
             max_tokens = min(max_tokens, self.room)
         sampling = Sampling(sampler, logits_processors, seed)
-        history = mx.array(self.tokens) if logits_processors else None
+        history = History(self.tokens) if logits_processors else None
         finite = mx.isfinite(self.logits).all()
-        token = sampling.draw(self.logits, history, len(self.tokens))
+        token = sampling.draw(self.logits, history and history.before(), len(self.tokens))
         mx.async_eval(token, finite)
         for n in range(max_tokens):
             with self._whole(1):
                 # The next step is on its way before this token is read.
-                self.logits = self._last_logits(token)
+                self.logits = self._logits(token)
                 if history is not None:
-                    history = mx.concatenate([history, token])
+                    history.extend(token)
                 finite_ahead = mx.isfinite(self.logits).all()
-                ahead = sampling.draw(self.logits, history, len(self.tokens) + 1)
+                before = history and history.before()
+                ahead = sampling.draw(self.logits, before, len(self.tokens) + 1)
                 mx.async_eval(ahead, finite_ahead, self.states())
                 check_finite(finite, len(self.tokens))
                 self.tokens.append(token.item())
@@ -262,19 +254,13 @@ class Context:
             if n % CLEAR_EVERY == CLEAR_EVERY - 1:
                 mx.clear_cache()
 
-    def _last_logits(self, tokens: mx.array) -> mx.array:
-        """Absorb tokens [T]; logits [1, vocabulary] of the last row, not evaluated yet."""
-        if self._last_only:
-            return self.model(tokens[None], cache=self.cache, last_only=True)[:, -1, :]
-        if tokens.size > 1:
-            # mlx-lm's own models give logits of every row: gigabytes for a long chunk.
-            self.model(tokens[None, :-1], cache=self.cache)
-        return self.model(tokens[None, -1:], cache=self.cache)[:, -1, :]
+    def _logits(self, tokens: mx.array) -> mx.array:
+        """Absorb tokens [T]; logits [1, vocabulary] of the last one, not evaluated yet."""
+        return last_logits(self.model, tokens, self.cache, self._last_only)
 
     def states(self) -> list[Any]:
         """Every array of the cache, to be evaluated with a step."""
-        # All of them, every step: a lazy counter left behind is a graph that never ends.
-        return [layer.state for layer in self.cache if not layer.empty()]
+        return cache_arrays(self.cache)
 
     @contextmanager
     def _whole(self, tokens: int) -> Iterator[None]:
@@ -291,28 +277,9 @@ class Context:
             raise
 
 
-def _cache_maker(model: nn.Module, policy: Policy) -> Callable[[], list[Any]]:
-    """What makes an empty cache of the model under the policy."""
-    parameters = inspect.signature(type(model).make_cache).parameters
-    if "policy" in parameters:
-        return lambda: model.make_cache(policy, portable=False)
-    if not policy.exact:
-        raise UserError(f"{type(model).__module__} knows no cache policy but exact, not {policy}")
-    return model.make_cache
-
-
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
     """Length of the longest common prefix."""
     n = min(len(a), len(b))
     if list(a[:n]) == list(b[:n]):
         return n
     return next(i for i in range(n) if a[i] != b[i])
-
-
-def check_finite(finite: mx.array, position: int) -> None:
-    """Raise NonFiniteLogits unless ``finite``, a bool of no dimensions, is true."""
-    if not finite.item():
-        raise NonFiniteLogits(
-            f"the model's logits are not finite after {position:,} tokens: the weights are "
-            "damaged or do not suit this dtype (convert again, with --dtype float32 to tell)"
-        )

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_kda import lookup
-from mlx_kda.context import PREFILL_STEP, Context, Progress
+from mlx_kda.context import Context, Progress
 from mlx_kda.errors import UserError
 from mlx_kda.sampling import LogitsProcessor, Sampler, Sampling
 
@@ -167,7 +167,7 @@ def stream_generate(
     max_tokens: int = 256,
     sampler: Sampler | None = None,
     logits_processors: Sequence[LogitsProcessor] = (),
-    prefill_step: int = PREFILL_STEP,
+    prefill_step: int | None = None,
     context: Context | None = None,
     stop_ids: Sequence[int] | None = None,
     seed: int | None = None,

@@ -16,8 +16,10 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_kda.cache import marks
-from mlx_kda.context import CLEAR_EVERY, Context, check_finite
+from mlx_kda.context import CLEAR_EVERY, Context
 from mlx_kda.errors import UserError
+from mlx_kda.forward import check_finite
+from mlx_kda.history import History
 from mlx_kda.sampling import Sampling
 
 MOST = 7  # guessed tokens verified in one pass
@@ -87,19 +89,25 @@ def decode(
     anchor = marks.mark(context.cache, AHEAD)
     since: list[int] = []  # yielded after the anchor
     check_finite(mx.isfinite(context.logits).all(), len(context.tokens))
-    token = sampling.draw(context.logits, mx.array(context.tokens), len(context.tokens)).item()
+    history = History(context.tokens) if sampling.processors else None
+    before = history and history.before()
+    token = sampling.draw(context.logits, before, len(context.tokens)).item()
     left = max_tokens
     try:
         while True:
             since.append(token)
             index.append(token)
+            if history is not None:
+                history.extend(mx.array([token]))
             left -= 1
             yield token
             if not left:
                 return
             guess = index.guess(min(most, left - 1)) if len(since) <= REPLAY else []
-            logits, drawn = _verify(context, since, guess, sampling)
+            logits, drawn = _verify(context, since, guess, sampling, history)
             right = next((i for i, t in enumerate(guess) if drawn[i] != t), len(guess))
+            if history is not None:
+                history.cut(len(context.tokens) + len(since) + right)
             acceptance.drafted += len(guess)
             acceptance.accepted += right
             acceptance.passes += 1
@@ -125,22 +133,29 @@ def decode(
 
 
 def _verify(
-    context: Context, since: list[int], guess: list[int], sampling: Sampling
+    context: Context,
+    since: list[int],
+    guess: list[int],
+    sampling: Sampling,
+    history: History | None,
 ) -> tuple[mx.array, list[int]]:
-    """Logits after everything, and the token drawn after ``since`` and after each guess."""
+    """Logits after everything, and the token drawn after ``since`` and after each guess.
+
+    ``history`` holds what comes before the guess, and the guess too in the end.
+    """
     with _one_by_one(context.cache):
         out = context.model(mx.array([since + guess]), cache=context.cache)[0]
     rows = [out[i : i + 1] for i in range(len(since) - 1, len(since) + len(guess))]
-    known = context.tokens + since
+    known = len(context.tokens) + len(since)
+    if history is not None and guess:
+        history.extend(mx.array(guess))
     drawn = [
-        sampling.draw(
-            row, mx.array(known + guess[:i]) if sampling.processors else None, len(known) + i
-        )
+        sampling.draw(row, history and history.before(known + i), known + i)
         for i, row in enumerate(rows)
     ]
     finite = mx.isfinite(out).all()
     mx.eval(drawn, finite, rows[-1], context.states())
-    check_finite(finite, len(known))
+    check_finite(finite, known)
     return rows[-1], [token.item() for token in drawn]
 
 

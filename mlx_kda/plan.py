@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from mlx_kda.cache import Policy
 from mlx_kda.cache.report import describe
-from mlx_kda.context import PREFILL_STEP
+from mlx_kda.context import prefill_step
 from mlx_kda.errors import UserError
 from mlx_kda.layers.mla import WORKSPACE
 from mlx_kda.models.hybrid_config import KDA, MLA, MOE, HybridConfig
@@ -55,9 +55,12 @@ def need(
     dtype: mx.Dtype,
     context: int,
     policy: str | Policy = "exact",
-    step: int = PREFILL_STEP,
+    step: int | None = None,
 ) -> Need:
-    """For weights of so many bytes that compute in ``dtype``, prompts read ``step`` at a time."""
+    """For weights of so many bytes that compute in ``dtype``, prompts read ``step`` at a time.
+
+    ``step`` None: this machine's default.
+    """
     layers = describe(config, policy, dtype)
     return Need(
         policy=str(Policy.parse(policy)),
@@ -74,9 +77,10 @@ def working_set(
     dtype: mx.Dtype,
     context: int,
     policy: str | Policy = "exact",
-    step: int = PREFILL_STEP,
+    step: int | None = None,
 ) -> int:
     """Predicted bytes of activations while the widest layer reads one chunk of the prompt."""
+    step = prefill_step() if step is None else step
     T, size, policy = min(step, max(context, 1)), dtype.size, Policy.parse(policy)
     keys, values = config.linear_key_width, config.linear_value_width
     gates = config.linear_num_v_heads * config.linear_head_dim

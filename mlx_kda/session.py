@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx_kda.cache import Policy, files, marks
 from mlx_kda.cache.checkpoints import DEFAULT_BUDGET, Checkpoint
 from mlx_kda.cache.report import LayerReport, report
-from mlx_kda.context import PREFILL_STEP, Context, Progress
+from mlx_kda.context import Context, Progress
 from mlx_kda.errors import CheckpointError, UserError
 from mlx_kda.generate import Piece, Statistics, decode_text, encode_prompt, stream_generate
 from mlx_kda.messages import Message, Transcript, checked
@@ -38,7 +38,7 @@ class Session:
         policy: str | Policy = "exact",
         *,
         system: str | None = None,
-        prefill_step: int = PREFILL_STEP,
+        prefill_step: int | None = None,
         checkpoint_every: int = CHECKPOINT_EVERY,
         checkpoint_bytes: int = DEFAULT_BUDGET,
     ):

@@ -20,11 +20,10 @@ from ..errors import CheckpointError, UserError
 from ..files import new_file
 from .checkpoints import NEWEST_KEPT, Checkpoint
 from .fingerprint import fingerprint
+from .header import FORMAT, VERSION, check_format
 from .latents import LatentCache, packing
 from .marks import mark
 from .store import Ring
-
-FORMAT, VERSION = "mlx-kda session", "1"
 
 
 def save(path: str | Path, context: Any, session: dict[str, Any]) -> None:
@@ -73,12 +72,7 @@ def read(path: str | Path, model: nn.Module) -> tuple[dict[str, mx.array], dict[
     except CheckpointError as error:
         # Without the advice to download it again.
         raise CheckpointError(str(error).partition(";")[0]) from error
-    if texts.get("format") != FORMAT:
-        raise CheckpointError(f"{path.name} is no session of mlx-kda")
-    if texts.get("version") != VERSION:
-        raise CheckpointError(
-            f"{path.name} has session format {texts.get('version')}, this program reads {VERSION}"
-        )
+    check_format(texts, path.name)
     mine = fingerprint(model)
     if texts.get("model") != mine:
         raise CheckpointError(

@@ -2,10 +2,12 @@
 
 import re
 from dataclasses import dataclass
-
-import mlx.core as mx
+from typing import TYPE_CHECKING
 
 from ..errors import UserError
+
+if TYPE_CHECKING:
+    import mlx.core as mx
 
 EXAMPLES = (
     "exact, window:N, window:N+S, int8, int4, or a window and bits, as in window:4096+16,int8"
@@ -69,13 +71,13 @@ class Policy:
         """Rows of the fixed ring, None where latents grow with the text."""
         return None if self.window is None else self.sinks + self.window + SPARE
 
-    def row_bytes(self, rank: int, shared: int, dtype: mx.Dtype) -> int:
+    def row_bytes(self, rank: int, shared: int, dtype: "mx.Dtype") -> int:
         """Bytes of one token in one layer: a latent of ``rank`` numbers and its shared key."""
         if self.bits is None:
             return (rank + shared) * dtype.size
         return _row(rank, self.bits, dtype) + _row(shared, SHARED_BITS, dtype)
 
-    def bytes_at(self, tokens: int, rank: int, shared: int, dtype: mx.Dtype) -> int:
+    def bytes_at(self, tokens: int, rank: int, shared: int, dtype: "mx.Dtype") -> int:
         """Bytes of one layer after ``tokens``; a window's ring has its full size from the start."""
         rows = tokens if self.slots is None else self.slots
         return rows * self.row_bytes(rank, shared, dtype)
@@ -86,7 +88,7 @@ def group_size(width: int) -> int | None:
     return next((size for size in GROUP_SIZES if width and width % size == 0), None)
 
 
-def _row(width: int, bits: int, dtype: mx.Dtype) -> int:
+def _row(width: int, bits: int, dtype: "mx.Dtype") -> int:
     group = group_size(width)
     if group is None:
         return width * dtype.size

@@ -1,0 +1,56 @@
+"""What a checkpoint's folder is seen to be by its names and JSON files; standard library only.
+
+A mistake that shows here is told before anything heavy is imported.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from mlx_kda.errors import CheckpointError, UserError
+
+INDEX = "model.safetensors.index.json"
+HUB_ID = re.compile(r"^\w[\w.-]*/\w[\w.-]*$")
+
+
+def find_folder(source: str | Path) -> Path | None:
+    """The folder named; None for a hub id. Raises UserError for what is neither."""
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise UserError(f"{source} is a file: give the folder that holds config.json")
+    if HUB_ID.match(str(source)):
+        return None
+    raise UserError(f"{source}: no such folder, and no hub id of the form owner/name")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a checkpoint's folder; CheckpointError if it is missing or damaged."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent} is no checkpoint: it has no {path.name}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is damaged: not a JSON object")
+    return content
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a folder."""
+    return read_json(folder / "config.json")
+
+
+def refuse_without_weights(folder: Path) -> None:
+    """Raise CheckpointError for a folder in which there are no safetensors."""
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
+        raise CheckpointError(
+            f"{folder} holds PyTorch pickles, which can run code and are not read; "
+            "save it as safetensors"
+        )
+    raise CheckpointError(f"{folder} is no checkpoint: it has no .safetensors file")

@@ -1,0 +1,45 @@
+"""Whether a file is a session, by its header, before anything heavy is imported.
+
+A safetensors file begins with the length of its header in 8 bytes, little-endian, then that header
+in JSON, whose entry ``__metadata__`` maps names to texts.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+
+FORMAT, VERSION = "mlx-kda session", "1"
+LARGEST = 100_000_000  # bytes of a header, the format's own bound
+
+
+def check_session(path: str | Path) -> None:
+    """Raise CheckpointError where a file is missing, unreadable or no session of this version.
+
+    Whether it is whole is known when it is loaded.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            text = file.read(length) if length <= LARGEST else b""
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
+    if (length <= LARGEST and len(text) < length) or length == 0:
+        raise CheckpointError(f"{path.name} is truncated, or no session of mlx-kda")
+    try:
+        metadata = json.loads(text)["__metadata__"]
+    except (KeyError, TypeError, ValueError):
+        metadata = None
+    check_format(metadata if isinstance(metadata, dict) else {}, path.name)
+
+
+def check_format(metadata: dict[str, Any], name: str) -> None:
+    """Raise CheckpointError unless the metadata is that of a session of this version."""
+    if metadata.get("format") != FORMAT:
+        raise CheckpointError(f"{name} is no session of mlx-kda")
+    if metadata.get("version") != VERSION:
+        raise CheckpointError(
+            f"{name} has session format {metadata.get('version')}, this program reads {VERSION}"
+        )
