@@ -7,7 +7,7 @@ from typing import Any
 _HOMES = {
     "ConversionReport": "report",
     "Plan": "planning",
-    "Verification": "verification",
+    "Verification": "checks",
     "convert": "run",
     "inspect": "inspection",
     "plan": "planning",

@@ -62,8 +62,17 @@ def map_checkpoint(
 ) -> tuple[HybridConfig, Mapping]:
     """Parse a config and lay out the mapping of its family.
 
+    Raises CheckpointError: what `parse_config` refuses, a tensor that is missing or left over.
+    """
+    config = parse_config(raw)
+    return config, map_tensors(config, tensors)
+
+
+def parse_config(raw: dict[str, Any]) -> HybridConfig:
+    """The config of a family that is converted.
+
     Raises CheckpointError: an unknown model_type, a feature that is not built, a foreign
-    quantisation, a tensor that is missing or left over.
+    quantisation, a value of a wrong kind.
     """
     kind = raw.get("model_type")
     if kind not in FAMILIES:
@@ -81,7 +90,6 @@ def map_checkpoint(
             f"the source is quantised ({method}); convert the unquantised checkpoint instead"
         )
     try:
-        config = read_config(raw)
+        return read_config(raw)
     except (TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"config.json holds a value of a wrong kind: {error}") from error
-    return config, map_tensors(config, tensors)

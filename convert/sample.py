@@ -69,12 +69,13 @@ def _given(folder: Path, path: Path) -> list[int]:
 
 
 def _built_in(folder: Path, vocab_size: int) -> list[int]:
-    if not _has_tokenizer(folder):
+    if not has_tokenizer(folder):
         return [7919 * i * i % vocab_size for i in range(1, ROW + 1)]
     return _encode(folder, TEXT)
 
 
-def _has_tokenizer(folder: Path) -> bool:
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the files of a tokenizer are there."""
     names = ("tokenizer.json", "tiktoken.model", "tokenizer.model")
     return any((folder / name).is_file() for name in names)
 
@@ -82,6 +83,6 @@ def _has_tokenizer(folder: Path) -> bool:
 def _encode(folder: Path, text: str) -> list[int]:
     from mlx_kda.tokenizer import load_tokenizer
 
-    if not _has_tokenizer(folder):
+    if not has_tokenizer(folder):
         raise UserError(f"{folder} has no tokenizer: give --tokens a .json file of ids")
     return list(load_tokenizer(folder).encode(text))

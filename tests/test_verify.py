@@ -19,6 +19,7 @@ from mlx_kda.convert.sample import ROW, sample_tokens
 from mlx_kda.convert.source import open_source
 from mlx_kda.errors import UserError
 from mlx_kda.models import load_model
+from mlx_kda.tokenizer.wrapper import KDATokenizer
 
 RECIPES = [
     {},
@@ -101,7 +102,7 @@ def test_without_a_source_the_folder_alone_is_checked(good):
     found = verify(good)
     assert found.ok and found.comparison is None
     assert [c.what for c in found.checks] == [
-        "checksums", "tensors", "dtypes", "quantisation", "finite",
+        "checksums", "index", "config", "tensors", "dtypes", "quantisation", "tokenizer", "finite",
     ]  # fmt: skip
 
 
@@ -121,6 +122,108 @@ def test_a_missing_or_truncated_file_is_found(bad):
     victim.unlink()
     found = failed(verify(bad))
     assert f"{victim.name} (missing)" in found["checksums"] and "missing" in found["tensors"]
+
+
+def edit_index(folder, change) -> None:
+    """Change an index without touching a weight file; `change` gets the first file's name too."""
+    path = folder / "model.safetensors.index.json"
+    content = json.loads(path.read_text())
+    change(content, min(content["weight_map"].values()))
+    path.write_text(json.dumps(content))
+
+
+NAME = "model.layers.1.self_attn.o_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda index, _: index["weight_map"].pop(NAME), f"not named: {NAME} in model-"),
+        (lambda index, first: index["weight_map"].update(ghost=first), "not where it says: ghost"),
+        (lambda index, first: index["weight_map"].update({NAME: first}), f"it says: {NAME}"),
+        (lambda index, _: index["metadata"].update(total_size=7), "total_size is 7"),
+        (lambda index, _: index.pop("metadata"), "total_size is None"),
+        (lambda index, _: index.update(metadata=[1]), "total_size is None"),
+        (lambda index, _: index.pop("weight_map"), "no weight_map"),
+    ],
+    ids=["misses one", "names one too many", "wrong file", "size", "none", "odd", "no map"],
+)
+def test_an_index_that_disagrees_with_the_headers_is_found(bad, change, word):
+    """An index that missed an entry used to pass, though readers that go by it miss a tensor."""
+    edit_index(bad, change)
+    found = failed(verify(bad))
+    assert word in found["index"] and "checksums" not in found
+
+
+def test_a_weight_file_that_the_index_does_not_name_is_found(bad):
+    """mlx-lm reads every model*.safetensors, whatever the index says."""
+    shutil.copy(sorted(bad.glob("model-*"))[0], bad / "model-00099.safetensors")
+    assert "model-00099.safetensors" in failed(verify(bad))["index"]
+
+
+def test_several_files_need_an_index(bad):
+    (bad / "model.safetensors.index.json").unlink()
+    assert "none, and" in failed(verify(bad))["index"]
+
+
+def test_a_damaged_config_is_named_as_such(bad):
+    edit_json(bad / "config.json", num_hidden_layers="four")
+    assert list(failed(verify(bad))) == ["config"]
+    (bad / "config.json").write_text("{")
+    assert "damaged" in failed(verify(bad))["config"]
+
+
+def _swap_two(folder) -> None:
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocab = content["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"] + 400, vocab["a"]
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("damage", "word"),
+    [
+        (lambda folder: (folder / "tokenizer.json").write_text("{"), "does not load"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "missing"),
+        (lambda folder: (folder / "tokenizer_config.json").write_text("[]"), "does not load"),
+        (_swap_two, "gives the id"),
+        (lambda folder: edit_json(folder / "config.json", eos_token_id=5000), "ends at id 5000"),
+    ],
+    ids=["damaged", "missing", "config", "vocabulary", "end id"],
+)
+def test_the_tokenizer_is_tried(bad, damage, word):
+    """The tokenizer used not to be opened: a folder that cannot be talked to passed."""
+    damage(bad)
+    assert word in failed(verify(bad))["tokenizer"]
+
+
+def test_a_tokenizer_that_loses_text_is_found(bad, monkeypatch):
+    def shortened(cls, *args):
+        tokenizer = real(*args)
+        tokenizer.decode = lambda ids: "The river"
+        return tokenizer
+
+    real = KDATokenizer.from_files
+    monkeypatch.setattr(KDATokenizer, "from_files", classmethod(shortened))
+    assert failed(verify(bad)) == {"tokenizer": "the text comes back changed"}
+
+
+def test_a_source_without_a_tokenizer_is_well(source, tmp_path):
+    """What the conversion did not promise is not asked for."""
+    bare = shutil.copytree(source, tmp_path / "bare")
+    for name in ("tiktoken.model", "tokenizer_config.json"):
+        (bare / name).unlink()
+    convert(bare, tmp_path / "out")
+    found = verify(tmp_path / "out")
+    assert found.ok and ("tokenizer", "none") in [(c.what, c.found) for c in found.checks]
+
+
+def test_a_folder_that_fails_is_not_compared(bad, source):
+    sorted(bad.glob("model-*"))[1].unlink()
+    edit_json(bad / "config.json", torch_dtype="float16")
+    found = failed(verify(bad, source))
+    assert "index" in found and "KL divergence" not in found
 
 
 def test_a_missing_tensor_is_found(bad):

@@ -1,0 +1,174 @@
+"""Checks of a converted folder by itself: files, index, config, tokenizer, shapes, values."""
+
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_kda.errors import CheckpointError
+
+from .builder import FLOATS, listed
+from .checks import Verification
+from .journal import file_hash
+from .layout import DTYPE_WORDS, Layout
+from .quantise import is_cast, is_finite
+from .reader import Reader
+from .sample import TEXT, has_tokenizer
+from .source import INDEX, read_json, read_placed
+from .tensor_files import read_header
+
+Progress = Callable[[int, int, str], None]
+
+
+def check_files(
+    result: Verification, folder: Path, report: dict[str, Any] | None, progress: Progress | None
+) -> None:
+    """The checksums that the conversion wrote down."""
+    if report is None:
+        result.add("checksums", "no conversion.json: not checked", "-", True)
+        return
+    files = report.get("files") or {}
+    total, done, wrong = sum(facts["bytes"] for facts in files.values()), 0, []
+    for name, facts in files.items():
+
+        def heard(count: int, name: str = name) -> None:
+            nonlocal done
+            done += count
+            if progress:
+                progress(done, max(done, total), f"reading {name}")
+
+        if file_hash(folder / name, heard) != facts["sha256"]:
+            wrong.append(name if (folder / name).is_file() else f"{name} (missing)")
+    right = f"{len(files) - len(wrong)} of {len(files)} files"
+    found = f"{right}; wrong: {listed(wrong)}" if wrong else right
+    result.add("checksums", found, "as in conversion.json", not wrong and bool(files))
+
+
+def check_index(result: Verification, folder: Path, report: dict[str, Any] | None) -> None:
+    """The index names every tensor of every weight file, in that file, and their bytes in all.
+
+    A reader may go by the index or by the headers: both must give the same model.
+    """
+    bound = "what the files' headers say"
+    present = {path.name for path in folder.glob("model*.safetensors")}
+    if not (folder / INDEX).exists():
+        found = f"none, and {len(present)} weight file{'' if len(present) == 1 else 's'}"
+        result.add("index", found, bound, len(present) == 1 and report is None)
+        return
+    try:
+        content, placed = read_json(folder / INDEX), read_placed(folder)
+        files = sorted(present | set(placed.values()))
+        if absent := [name for name in files if not (folder / name).is_file()]:
+            raise CheckpointError(f"{INDEX} names files that are missing: {listed(absent)}")
+        headers = {name: read_header(folder / name) for name in files}
+    except CheckpointError as error:
+        result.add("index", str(error), bound, False)
+        return
+    held = [(name, file) for file, header in headers.items() for name in header]
+    lost = [name for name in placed if (name, placed[name]) not in set(held)]
+    extra = [f"{name} in {file}" for name, file in held if placed.get(name) != file]
+    size = sum(stored.nbytes for header in headers.values() for stored in header.values())
+    metadata = content.get("metadata")
+    stated = metadata.get("total_size") if isinstance(metadata, dict) else None
+    faults = [
+        f"not where it says: {listed(lost)}" if lost else "",
+        f"not named: {listed(extra)}" if extra else "",
+        f"total_size is {stated}, the tensors take {size}" if stated != size else "",
+    ]
+    faults = [fault for fault in faults if fault]
+    found = "; ".join(faults) or f"{len(placed)} tensors, {size:,} bytes"
+    result.add("index", found, bound, not faults)
+
+
+def check_tokenizer(
+    result: Verification, folder: Path, report: dict[str, Any] | None, vocab_size: int
+) -> None:
+    """The tokenizer loads, and a text in several scripts comes back from its ids."""
+    bound = f"a text comes back, ids below {vocab_size:,}"
+    if not has_tokenizer(folder):
+        promised = report is not None and report.get("tokenizer")
+        found = "missing" if promised else "none"
+        result.add("tokenizer", found, "as in conversion.json", not promised)
+        return
+    from mlx_kda.tokenizer import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(folder)
+        ids = list(tokenizer.encode(TEXT, add_special_tokens=False))
+        back = tokenizer.decode(ids)
+        ends = sorted(tokenizer.eos_token_ids)
+    except Exception as error:  # other libraries read these files too, and can fail in any way
+        reason = " ".join(str(error).split()) or type(error).__name__
+        result.add("tokenizer", f"does not load: {reason}", bound, False)
+        return
+    if beyond := [i for i in (*ids, *ends) if i >= vocab_size]:
+        found = f"gives the id {beyond[0]}"
+    elif _letters(back) != _letters(TEXT):
+        found = "the text comes back changed"
+    else:
+        found = f"{len(ids)} ids, ends at {', '.join(map(str, ends)) or 'none'}"
+        result.add("tokenizer", found, bound, True)
+        return
+    result.add("tokenizer", found, bound, False)
+
+
+def _letters(text: str) -> str:
+    """What must come back of a text; a tokenizer may normalise characters and white space."""
+    return "".join(unicodedata.normalize("NFKC", text).split())
+
+
+def check_shapes(result: Verification, layout: Layout, report: dict[str, Any] | None) -> None:
+    """The number of tensors, the dtypes, and what config.json says of packed weights."""
+    outputs, config = layout.mapping.outputs, layout.source.config
+    stored = layout.source.tensors
+    count = len(layout.source.tensors)
+    right = report is None or count == report["tensors_out"]
+    result.add("tensors", f"{count}, all of the right shape", "every tensor of the model", right)
+    stated = DTYPE_WORDS.get(str(config.get("torch_dtype")), layout.dtype)
+    odd = []
+    for name, spec in outputs.items():
+        if spec.dtype in FLOATS:
+            wanted = stated if is_cast(name, spec) else mx.float32
+            kept = stored.get(name, spec).dtype
+            if kept != wanted:
+                odd.append(f"{name} ({kept})".replace("mlx.core.", ""))
+    found = f"{len(odd)} others: {listed(odd)}" if odd else "right"
+    expected = f"{stated}, gates and router bias float32".removeprefix("mlx.core.")
+    result.add("dtypes", found, expected, not odd)
+    if layout.mapping.packed or config.get("quantization"):
+        odd = _misstated(layout, config.get("quantization") or {})
+        found = (
+            f"{len(odd)} others: {listed(odd)}" if odd else f"{len(layout.mapping.packed)} packed"
+        )
+        result.add("quantisation", found, "config.json says what the shapes say", not odd)
+
+
+def _misstated(layout: Layout, settings: dict[str, Any]) -> list[str]:
+    """Packed weights of which the config says something else than their shapes."""
+    default = {key: settings.get(key) for key in ("group_size", "bits")}
+    default["mode"] = settings.get("mode", "affine")
+    odd = []
+    for path, form in layout.mapping.packed.items():
+        own = settings.get(path)
+        stated = {"mode": "affine"} | own if isinstance(own, dict) else default
+        if any(stated.get(key) != value for key, value in form.items()):
+            odd.append(path)
+    return odd
+
+
+def check_values(result: Verification, layout: Layout, progress: Progress | None) -> None:
+    """No tensor holds NaN or infinity."""
+    tensors = layout.source.tensors
+    names = [name for name, stored in tensors.items() if stored.dtype in FLOATS]
+    total, done, wrong = sum(tensors[name].nbytes for name in names), 0, []
+    with Reader(layout.source, names) as reader:
+        for name in names:
+            if not is_finite(reader(name)):
+                wrong.append(name)
+            done += tensors[name].nbytes
+            if progress:
+                progress(done, total, f"looking for NaN in {name}")
+    found = f"{len(wrong)} are not: {listed(wrong)}" if wrong else "all"
+    result.add("finite", found, "all", not wrong)
