@@ -53,6 +53,11 @@ def fixed_bytes(layout: Layout, free: dict[str, Spec]) -> int:
     return total - sum(spec.size * layout.dtype.size for spec in free.values())
 
 
+def fewest_bits(layout: Layout) -> dict[str, Packing]:
+    """The weights whose bits a budget chooses, each in the fewest."""
+    return {path: _candidates(layout, spec)[0] for path, spec in _free(layout).items()}
+
+
 def _free(layout: Layout) -> dict[str, Spec]:
     """Path -> spec of the weights whose bits may be chosen and that some group size fits."""
     return {

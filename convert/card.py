@@ -3,8 +3,10 @@
 import shlex
 from pathlib import Path
 
+from mlx_kda.words import size
+
 from .layout import Wish
-from .report import ConversionReport, in_words
+from .report import ConversionReport
 
 PAGE, CARD = "conversion.txt", "README.md"
 
@@ -63,7 +65,7 @@ def card(report: ConversionReport, folder: Path) -> str:
         ("base model", f"`{report.source_name}`{revision}"),
         ("recipe", report.how()),
         ("parameters", f"{report.parameters:,}"),
-        ("size", f"{in_words(report.bytes_out)}, {report.bits_per_weight:.2f} bits a weight"),
+        ("size", f"{size(report.bytes_out)}, {report.bits_per_weight:.2f} bits a weight"),
         ("converted by", f"mlx-kda {report.version}"),
     ]
     return "\n".join(

@@ -13,12 +13,12 @@ import mlx.core as mx
 from mlx_kda import __version__
 from mlx_kda.errors import UserError
 from mlx_kda.models.hybrid_config import HybridConfig
+from mlx_kda.words import size
 
 from .background import WAITING_BYTES
 from .families import map_checkpoint, tensor_family
 from .quantise import Finished, finish_step, is_cast
 from .recipe import CONVOLUTION, Recipe
-from .report import in_words
 from .source import Source
 from .steps import PIECE_BYTES, Mapping
 from .tensor_files import Spec
@@ -125,10 +125,7 @@ class Layout:
         total = machine().total
         if self.peak_bytes <= total:
             return None
-        return (
-            f"converting takes {in_words(self.peak_bytes)} of memory, this machine has "
-            f"{in_words(total)}"
-        )
+        return f"converting takes {size(self.peak_bytes)} of memory, this machine has {size(total)}"
 
     @property
     def dtype_name(self) -> str:

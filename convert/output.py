@@ -13,9 +13,10 @@ from typing import Any
 
 from mlx_kda.errors import UserError
 from mlx_kda.files import new_file, write_text
+from mlx_kda.words import size
 
 from .journal import Journal
-from .report import WRITER, in_words
+from .report import WRITER
 
 REPORT = "conversion.json"
 LOCK = ".lock"
@@ -72,9 +73,9 @@ def space_problem(out: Path, needed: int, cache: Path, download: int) -> str | N
     if download and os.stat(place).st_dev == os.stat(cache).st_dev:
         needed += download
     if needed > free:
-        return f"the output needs {in_words(needed)}, {place} has {in_words(free)} free"
+        return f"the output needs {size(needed)}, {place} has {size(free)} free"
     if download > (room := shutil.disk_usage(cache).free if download else 0):
-        return f"the download needs {in_words(download)}, {cache} has {in_words(room)} free"
+        return f"the download needs {size(download)}, {cache} has {size(room)} free"
     return None
 
 

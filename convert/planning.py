@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from mlx_kda.plan import FLOATS, machine, need
+from mlx_kda.words import size
 
-from .families import by_family
+from .budget import fewest_bits
+from .families import by_family, tensor_family
 from .layout import Layout, Wish, bits_by_family, lay_out
 from .output import free_space, partial_of, size_of, space_problem
-from .report import in_words
+from .recipe import Packing
 from .run import SHARD_BYTES, into_shards
 from .source import Source, open_source
 
@@ -31,8 +33,9 @@ class Plan:
     bytes_out: int
     files: int
     source_families: dict[str, dict[str, int]]
-    families: dict[str, dict[str, int]]
+    families: dict[str, dict[str, int]]  # of those in `open`, what they take at the fewest bits
     bits: dict[str, dict[str, int]]
+    open: list[str]  # families whose bits a byte budget chooses, once their errors are measured
     peak_bytes: int
     memory_bytes: int
     download_bytes: int
@@ -59,31 +62,34 @@ class Plan:
             f"{self.source} -> {self.out} (a plan: nothing is written)",
             f"{self.model_type}, {sum(self.layers.values())} layers: {kinds}; "
             f"{self.parameters / 1e6:,.1f} M parameters",
-            f"{in_words(self.bytes_in)} -> {in_words(self.bytes_out)} in {self.files} files, "
+            f"{size(self.bytes_in)} -> {size(self.bytes_out)} in "
+            f"{'about ' if self.open else ''}{self.files} file{'' if self.files == 1 else 's'}, "
             f"{self.bits_per_weight:.2f} bits a weight, the rest {self.dtype}",
             f"  {'family':22s} {'source':>10s} {'output':>10s}",
         ]
         for family in dict.fromkeys((*self.source_families, *self.families)):
             sizes = [
-                in_words(part.get(family, {"bytes": 0})["bytes"])
+                size(part.get(family, {"bytes": 0})["bytes"])
                 for part in (self.source_families, self.families)
             ]
             stored = "; ".join(f"{n} x {how}" for how, n in self.bits.get(family, {}).items())
+            if family in self.open:
+                sizes[1], stored = f">= {sizes[1]}", "bits chosen by the measured errors"
             lines.append(f"  {family:22s} {sizes[0]:>10s} {sizes[1]:>10s}  {stored}".rstrip())
         lines.append(
-            f"peak memory: {in_words(self.peak_bytes)} (predicted), this machine has "
-            f"{in_words(self.memory_bytes)}"
+            f"peak memory: {size(self.peak_bytes)} (predicted), this machine has "
+            f"{size(self.memory_bytes)}"
         )
         if self.download_bytes:
-            lines.append(f"download: {in_words(self.download_bytes)} into the hub's cache")
-        lines.append(f"disk: {in_words(self.disk_needed)} needed, {in_words(self.disk_free)} free")
+            lines.append(f"download: {size(self.download_bytes)} into the hub's cache")
+        lines.append(f"disk: {size(self.disk_needed)} needed, {size(self.disk_free)} free")
         lines.append("running it (predicted):")
         for context, policies in self.running.items():
             for policy, sizes in policies.items():
                 lines.append(
-                    f"  {context:>5s} tokens, {policy:6s} {in_words(sizes['total']):>10s}: weights "
-                    f"{in_words(sizes['weights'])}, states {in_words(sizes['states'])}, latents "
-                    f"{in_words(sizes['latents'])}, working set {in_words(sizes['working'])}"
+                    f"  {context:>5s} tokens, {policy:6s} {size(sizes['total']):>10s}: weights "
+                    f"{size(sizes['weights'])}, states {size(sizes['states'])}, latents "
+                    f"{size(sizes['latents'])}, working set {size(sizes['working'])}"
                 )
         return lines + self.notes
 
@@ -113,9 +119,10 @@ def plan(
     out = Path(out).expanduser()
     origin = open_source(source, revision, download=False)
     layout = lay_out(origin, wish)
-    seen = layout if layout.steps else _without_budget(origin, wish)
+    seen, free = (layout, {}) if layout.steps else _fewest_bits(origin, wish)
     download = origin.download_bytes
     nbytes = layout.expected_bytes
+    bits, chosen = bits_by_family(seen), sorted({tensor_family(f"{path}.weight") for path in free})
     result = Plan(
         source=origin.name,
         out=str(out),
@@ -125,10 +132,11 @@ def plan(
         parameters=layout.mapping.parameters,
         bytes_in=origin.nbytes,
         bytes_out=nbytes,
-        files=len(into_shards(seen.steps, shard_bytes)),
+        files=-(-nbytes // shard_bytes) if free else len(into_shards(seen.steps, shard_bytes)),
         source_families=by_family(origin.tensors.items()),
-        families=by_family(seen.outputs.items()) if layout.steps else {},
-        bits=bits_by_family(layout) if layout.steps else {},
+        families=by_family(seen.outputs.items()),
+        bits={family: found for family, found in bits.items() if family not in chosen},
+        open=chosen,
         peak_bytes=layout.peak_bytes,
         memory_bytes=machine().total,
         download_bytes=download,
@@ -137,8 +145,6 @@ def plan(
         running=running(layout, nbytes),
         notes=list(layout.view.notes),
     )
-    if target_bpw is not None:
-        result.notes.append("the bits of each family are known once the errors are measured")
     if problem := space_problem(out, result.disk_needed, origin.folder, download):
         result.problems.append(problem)
     if problem := layout.memory_problem():
@@ -163,8 +169,10 @@ def _kinds(layout: Layout) -> dict[str, int]:
     return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
 
 
-def _without_budget(origin: Source, wish: Wish) -> Layout:
-    """A layout for the count of files while a byte budget is not spent: the fewest bits."""
+def _fewest_bits(origin: Source, wish: Wish) -> tuple[Layout, dict[str, Packing]]:
+    """A layout with the fewest bits that a byte budget may choose, and what it chooses for."""
     layout = lay_out(origin, wish)
+    fewest = fewest_bits(layout)
+    layout.recipe.chosen = dict(fewest)
     layout.finish()
-    return layout
+    return layout, fewest

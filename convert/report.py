@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from mlx_kda.words import size
+
 WRITER = "mlx-kda"
 
 
@@ -91,13 +93,19 @@ class ConversionReport:
         """The recipe in a few words."""
         if not self.quantization:
             return self.dtype
-        if self.recipe and self.recipe["target_bpw"]:
-            return f"mixed bits for {self.recipe['target_bpw']:g} a weight, rest {self.dtype}"
-        q = self.quantization
-        mixed = ", with rules" if self.recipe and self.recipe["rules"] else ""
-        return (
-            f"{q['bits']} bits ({q['mode']}, groups of {q['group_size']}){mixed}, rest {self.dtype}"
-        )
+        q, recipe = self.quantization, self.recipe or {"default": None, "rules": []}
+        rules = ", with rules" if recipe["rules"] else ""
+        if recipe.get("target_bpw"):
+            return f"mixed bits for {recipe['target_bpw']:g} a weight{rules}, rest {self.dtype}"
+        others = [form for form in q.values() if isinstance(form, dict)]
+        if recipe["default"] is None and others:  # no packing is the rule: name what there is
+            bits = sorted({q["bits"], *(form["bits"] for form in others)})
+            how = f"{' and '.join(map(str, bits))} bits"
+        else:
+            how = f"{q['bits']} bits ({q['mode']}, groups of {q['group_size']})"
+        if recipe["rules"] and recipe["default"] is None:
+            rules = " in what the rules name"
+        return f"{how}{rules}, rest {self.dtype}"
 
     def lines(self) -> list[str]:
         """A short summary to print."""
@@ -107,27 +115,19 @@ class ConversionReport:
         """The summary without the paths."""
         lines = [
             f"{self.model_type}, {self.layers} layers, {self.parameters / 1e6:,.1f} M parameters",
-            f"{self.how()}: {in_words(self.bytes_in)} -> {in_words(self.bytes_out)}, "
+            f"{self.how()}: {size(self.bytes_in)} -> {size(self.bytes_out)}, "
             f"{self.bits_per_weight:.2f} bits a weight",
         ]
         for family, sums in self.families.items():
             stored = "; ".join(f"{n} x {how}" for how, n in self.bits.get(family, {}).items())
-            tensors, size = f"{sums['tensors']:6d} tensors", in_words(sums["bytes"])
-            lines.append(f"  {family:22s} {tensors} {size:>10s}  {stored}".rstrip())
+            tensors, held = f"{sums['tensors']:6d} tensors", size(sums["bytes"])
+            lines.append(f"  {family:22s} {tensors} {held:>10s}  {stored}".rstrip())
         for reason in dict.fromkeys(self.kept.values()):
             paths = [path for path, why in self.kept.items() if why == reason]
             lines.append(f"not quantised, {reason}: {', '.join(paths)}")
         lines += [f"cast: {path} ({change})" for path, change in self.cast.items()]
         lines += [f"dropped: {name} ({reason})" for name, reason in self.dropped.items()]
         return [*lines, *self.notes, f"tokenizer: {self.tokenizer or 'none in the source'}"]
-
-
-def in_words(nbytes: float) -> str:
-    """A number of bytes in decimal units."""
-    if nbytes < 1000:
-        return f"{nbytes:.0f} bytes"
-    unit, size = ("kB", 1e3) if nbytes < 1e6 else ("MB", 1e6) if nbytes < 1e9 else ("GB", 1e9)
-    return f"{nbytes / size:.1f} {unit}"
 
 
 def starred(paths: dict[str, str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_kda.errors import CheckpointError
+from mlx_kda.errors import CheckpointError, UserError
 
 from .builder import listed
 from .folders import INDEX, find_folder, read_config, read_json, refuse_without_weights
@@ -94,6 +94,8 @@ def open_source(
         from . import hub
 
         return hub.open_repository(str(source), revision, download)
+    if revision is not None:
+        raise UserError(f"--revision is for a hub id, {source} is a folder: leave it out")
     return Source(str(source), folder, read_config(folder), read_tensors(folder))
 
 

@@ -1,6 +1,7 @@
 """``mlx-kda convert`` and ``info``: reports, and mistakes that leave nothing behind."""
 
 import json
+import re
 import shutil
 
 import mlx.core as mx
@@ -158,10 +159,41 @@ def test_overwrite_replaces_an_older_conversion(tiny_hf, tmp_path, capsys):
 
 
 def test_quantisation_flags_without_bits(tiny_hf, tmp_path, capsys):
-    for flags in (["--q-group-size", "32"], ["--q-mode", "mxfp4"]):
+    """The hint names the bits that the mode has; it used to say 4 for every mode."""
+    for flags, hint in (
+        (["--q-group-size", "32"], "--q-bits N or --target-bpw X"),
+        (["--q-mode", "mxfp4"], "add --q-bits 4"),
+        (["--q-mode", "nvfp4"], "add --q-bits 4"),
+        (["--q-mode", "mxfp8"], "add --q-bits 8"),
+        (["--q-mode", "mxfp8", "--q-bits", "4"], "choose 8"),
+    ):
         assert main(["convert", str(tiny_hf), str(tmp_path / "out"), *flags]) == 2
-        assert "--q-bits" in capsys.readouterr().err
+        err = capsys.readouterr().err
+        assert hint in err and err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["convert", "plan", "verify"])
+def test_a_revision_of_a_local_folder_is_refused(tiny_hf, tiny_mlx, tmp_path, capsys, command):
+    """It used to be ignored without a word."""
+    arguments = {
+        "convert": ["convert", str(tiny_hf), str(tmp_path / "out")],
+        "plan": ["convert", str(tiny_hf), str(tmp_path / "out"), "--plan"],
+        "verify": ["verify", str(tiny_mlx), "--source", str(tiny_hf)],
+    }[command]
+    assert main([*arguments, "--revision", "main"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "--revision is for a hub id" in err and err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_bytes_have_one_spelling(tiny_hf, tmp_path, capsys):
+    """kB stood beside KB: sizes come from one function."""
+    for more in (["--plan"], ["--plan", "--target-bpw", "9"], ["--q-bits", "8"]):
+        assert main(["convert", str(tiny_hf), str(tmp_path / "out"), *more]) == 0
+    text = capsys.readouterr().out + (tmp_path / "out" / "README.md").read_text()
+    assert set(re.findall(r"[\d.]+ (\w*[bB])\b", text)) <= {"B", "KB", "MB", "GB"}
+    assert "KB" in text
 
 
 def test_info_of_both_forms(tiny_hf, tiny_mlx, capsys):

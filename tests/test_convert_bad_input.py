@@ -302,7 +302,7 @@ def test_a_disk_that_is_too_small_is_refused_beforehand(source, tmp_path, monkey
 
     monkeypatch.setattr("mlx_kda.convert.output.shutil.disk_usage", lambda path: Usage)
     failing_write(monkeypatch, 0, AssertionError("nothing may be written"))
-    refused(source, tmp_path / "out", "needs", "1.0 kB free")
+    refused(source, tmp_path / "out", "needs", "1 KB free")
 
 
 def test_a_folder_that_cannot_be_written(source, tmp_path, monkeypatch):

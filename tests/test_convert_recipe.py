@@ -142,6 +142,32 @@ def test_stock_mlx_lm_loads_every_recipe(source, tmp_path, wish):
     assert mx.abs(ours - truth).max().item() <= STOCK * mx.abs(truth).max().item()
 
 
+@pytest.mark.parametrize(
+    ("wish", "headline"),
+    [
+        ({"q_rules": ["o_proj=8,64"]}, "8 bits (affine, groups of 64) in what the rules name"),
+        (
+            {"q_rules": ["o_proj=8,64", "mlp.switch_mlp.*=4,32"]},
+            "4 and 8 bits in what the rules name",
+        ),
+        (
+            {"q_bits": 4, "q_group_size": 32, "q_rules": ["o_proj=8,64"]},
+            "4 bits (affine, groups of 32), with rules",
+        ),
+        ({"target_bpw": 8, "q_rules": ["o_proj=8,64"]}, "mixed bits for 8 a weight, with rules"),
+        ({"target_bpw": 8}, "mixed bits for 8 a weight"),
+        ({"q_bits": 8, "q_mode": "mxfp8"}, "8 bits (mxfp8, groups of 32)"),
+    ],
+    ids=str,
+)
+def test_the_headline_says_what_was_asked(source, tmp_path, wish, headline):
+    """By rules alone it used to claim that all weights have the bits of the commonest."""
+    report = convert(source, tmp_path / "out", **wish)
+    assert report.how() == f"{headline}, rest float32"
+    for page in ("README.md", "conversion.txt"):
+        assert report.how() in (tmp_path / "out" / page).read_text()
+
+
 # --- byte budgets
 
 
@@ -277,9 +303,19 @@ def test_a_plan_says_what_is_then_written(source, tmp_path, wish):
 
 
 def test_a_plan_for_a_budget(source, tmp_path):
+    """Its families used to be printed as zeros; now by the fewest bits, and what is settled."""
     found = plan(source, tmp_path / "out", target_bpw=8)
     assert found.bits_per_weight == pytest.approx(8, rel=1e-4)
-    assert "measured" in found.notes[-1]
+    report = convert(source, tmp_path / "out", target_bpw=8)
+    assert found.families.keys() == report.families.keys() == found.source_families.keys()
+    assert {"experts", "embedding", "head"} <= set(found.open)
+    for family, sums in found.families.items():
+        least, made = sums["bytes"], report.families[family]["bytes"]
+        assert 0 < least <= made and (family in found.open or least == made), family
+        assert (family in found.bits) <= (family not in found.open)
+    lines = {line.split("  ")[1]: line for line in found.lines() if line.startswith("  ")}
+    assert ">=" in lines["experts"] and "measured errors" in lines["experts"]
+    assert ">=" not in lines["norms"] and "0 B" not in "".join(lines.values())
 
 
 def test_running_memory_is_that_of_the_plan_command(tmp_path, capsys):
@@ -310,7 +346,7 @@ def test_the_plan_command(source, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("mlx_kda.convert.output.shutil.disk_usage", lambda path: Usage)
     assert main(["convert", str(source), out, "--plan"]) == 2
     shown, err = capsys.readouterr()
-    assert "peak memory" in shown and "1.0 kB free" in err and err.count("\n") == 1
+    assert "peak memory" in shown and "1 KB free" in err and err.count("\n") == 1
     monkeypatch.setattr("mlx_kda.convert.layout.IDLE_BYTES", 10**18)
     assert main(["convert", str(source), out, "--plan"]) == 2
     assert "of memory, this machine has" in capsys.readouterr().err

@@ -382,7 +382,10 @@ def test_the_command(good, bad, source, tmp_path, capsys):
     [
         (["nowhere"], "config.json"),
         (["OUT", "--source", "nowhere"], "no such folder"),
-        (["OUT", "--tokens", "x"], "--source"),
+        (["OUT", "--tokens", "x"], "--tokens needs --source"),
+        (["OUT", "--revision", "x"], "--revision needs --source"),
+        (["OUT", "--max-kl", "1"], "--max-kl needs --source"),
+        (["OUT", "--min-top1", "1"], "--min-top1 needs --source"),
         (["OUT", "--source", "OTHER"], "another model"),
     ],
 )

@@ -56,7 +56,12 @@ def _measure(command: list[str]) -> tuple[float, float]:
         with tempfile.TemporaryFile("w+") as log:
             start = time.perf_counter()
             process = subprocess.Popen(arguments, stdout=log, stderr=log)
-            _, status, usage = os.wait4(process.pid, 0)
+            try:
+                _, status, usage = os.wait4(process.pid, 0)
+            except BaseException:  # this program is ended: its conversion too, before the folder
+                process.kill()
+                process.wait()
+                raise
             seconds = time.perf_counter() - start
             process.returncode = os.waitstatus_to_exitcode(status)
             if process.returncode:

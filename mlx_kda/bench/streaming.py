@@ -9,134 +9,18 @@ resident memory that the operating system counted for it.
 
 import argparse
 import hashlib
-import json
-import os
-import random
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from .streaming_page import page
+from .streaming_tasks import KILL_SHARD_BYTES, SHARD_BYTES, killed, measured
 
 RECIPES = {"bfloat16": None, "4 bits": 4}
-SHARD_BYTES = 500_000_000
-KILL_SHARD_BYTES = 100_000_000  # smaller, so that a kill finds some files finished
 LIMIT, SLACK = 1.3, 1_000_000_000
-KILLS = 10
-
-
-def peak() -> int:
-    """Highest resident bytes of this process so far, as the system counts them.
-
-    Not ru_maxrss on Linux: a child inherits that of the process that started it.
-    """
-    if sys.platform == "linux":
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-# --- what runs in a process of its own: (source, out, bits, bytes of an output file) -> nothing
-
-
-def ours(source: Path, out: Path, bits: int | None, shard_bytes: int) -> None:
-    """`mlx-kda convert`."""
-    from ..convert import convert
-
-    convert(source, out, q_bits=bits, shard_bytes=shard_bytes, resume=True)
-
-
-def plain(source: Path, out: Path, bits: int | None, _: int) -> None:
-    """The least that could be done: each file copied, or its matrices quantised one by one.
-
-    No stacking, no check, no checksum; every file is synced.
-    """
-    import mlx.core as mx
-
-    from ..convert.writing import array_bytes
-
-    out.mkdir()
-    for file in sorted(source.glob("*.safetensors")):
-        with (out / file.name).open("wb") as target:
-            if bits is None:
-                with file.open("rb") as origin:
-                    shutil.copyfileobj(origin, target, 16_000_000)
-            else:
-                arrays = mx.load(str(file))
-                while arrays:
-                    array = arrays.pop(next(iter(arrays)))
-                    packs = array.ndim == 2 and array.shape[1] % 64 == 0
-                    for part in mx.quantize(array, 64, bits) if packs else (array,):
-                        target.write(array_bytes(part))
-            target.flush()
-            os.fsync(target.fileno())
-
-
-def at_once(source: Path, out: Path, bits: int | None, _: int) -> None:
-    """The same recipe with the whole model in memory, saved by MLX in one file."""
-    import mlx.core as mx
-
-    from ..convert.layout import Wish, lay_out
-    from ..convert.source import open_source
-
-    layout = lay_out(open_source(source), Wish(q_bits=bits))
-    arrays: dict[str, mx.array] = {}
-    for file in sorted(source.glob("*.safetensors")):
-        arrays |= mx.load(str(file))
-    made: dict[str, mx.array] = {}
-    for step in layout.steps:
-        made |= step.run(arrays.__getitem__)
-    out.mkdir()
-    mx.save_safetensors(str(out / "model.safetensors"), made, {"format": "mlx"})
-
-
-TASKS: dict[str, Callable[[Path, Path, int | None, int], None]] = {
-    "ours": ours,
-    "plain": plain,
-    "at-once": at_once,
-}
-
-
-def command(
-    task: str, source: Path, out: Path, bits: int | None, shard_bytes: int = SHARD_BYTES
-) -> list[str]:
-    """The command line of one task."""
-    return [
-        *(sys.executable, "-m", "mlx_kda.bench.streaming", "--task", task),
-        *(str(source), str(out), str(bits or 0), str(shard_bytes)),
-    ]
-
-
-def measured(
-    task: str, source: Path, out: Path, bits: int | None, shard_bytes: int = SHARD_BYTES
-) -> dict[str, float]:
-    """Seconds of a task, its peak bytes, and those that the process had before it."""
-    shutil.rmtree(out, ignore_errors=True)
-    line = command(task, source, out, bits, shard_bytes)
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise UserError(f"{task} failed: {done.stderr.strip().splitlines()[-1:]}")
-    return json.loads(done.stdout)
-
-
-def _task(task: str, source: str, out: str, bits: int, shard_bytes: int) -> None:
-    import mlx.core as mx
-
-    mx.eval(mx.quantize(mx.zeros((64, 64))))
-    idle, start, busy = peak(), time.perf_counter(), time.process_time()
-    TASKS[task](Path(source), Path(out), bits or None, shard_bytes)
-    seconds, cpu = time.perf_counter() - start, time.process_time() - busy
-    print(json.dumps({"seconds": seconds, "cpu": cpu, "idle": idle, "peak": peak()}))
-
-
-# --- what is compared
 
 
 def tensor_hashes(folder: Path) -> dict[str, str]:
@@ -157,27 +41,6 @@ def file_hashes(folder: Path) -> dict[str, str]:
     from ..convert.journal import file_hash
 
     return {path.name: str(file_hash(path)) for path in sorted(folder.iterdir())}
-
-
-def killed(source: Path, out: Path, bits: int, seconds: float, seed: int = 0) -> list[int]:
-    """Convert, killed `KILLS` times at random moments, then to the end; files finished at each.
-
-    `seconds` is what the whole takes: each run gets up to 1.4 tenths of it.
-    """
-    shutil.rmtree(out, ignore_errors=True)
-    draw, finished = random.Random(seed), []
-    partial = out.with_name(out.name + ".partial")
-    line = command("ours", source, out, bits, KILL_SHARD_BYTES)
-    for _ in range(KILLS):
-        process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        time.sleep(0.8 + draw.uniform(0, 1.4 * seconds / KILLS))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        finished.append(len(list((out if out.exists() else partial).glob("model-*.safetensors"))))
-        if out.exists():
-            break
-    subprocess.run(line, check=True, capture_output=True)
-    return finished
 
 
 def largest_layer(source: Path) -> int:
@@ -238,54 +101,6 @@ def run(source: Path, work: Path, samples: int, say: Callable[[str], None]) -> I
         yield row
 
 
-def page(facts: dict[str, Any], about: dict[str, Any], rows: list[dict]) -> str:
-    """The page of results."""
-    from ..convert.report import in_words
-
-    yes = {True: "yes", False: "NO"}
-    lines = [
-        "# Conversion, measured",
-        "",
-        f"Written by `{about['command']}` on {about['date']}, commit {about['commit']}.",
-        f"Machine: {about['chip']}, {about['cores']} cores, {about['memory_gb']} GB, "
-        f"{about['system']}, MLX on its {about['device']}. It is shared and its disk is slow, so "
-        "times are quoted as ratios of runs that took turns. Not an Apple GPU.",
-        "",
-        f"Source: a synthetic checkpoint of {in_words(facts['bytes'])}, {facts['layers']} layers, "
-        f"{facts['experts']} experts, {facts['files']} files; largest layer "
-        f"{in_words(facts['layer'])}; output files of {in_words(SHARD_BYTES)}, for the kills of "
-        f"{in_words(KILL_SHARD_BYTES)}.",
-        "",
-        "| | " + " | ".join(row["recipe"] for row in rows) + " |",
-        "|---|" + "---|" * len(rows),
-    ]
-    table: list[tuple[str, Callable[[dict], str]]] = [
-        ("output", lambda r: in_words(r["output_bytes"])),
-        ("peak memory (system's count)", lambda r: in_words(r["peak"])),
-        ("of that, an idle process", lambda r: in_words(r["idle"])),
-        ("bound: a layer + a file + 1 GB", lambda r: in_words(r["bound"])),
-        ("peak with the model in memory", lambda r: in_words(r["at_once_peak"])),
-        ("seconds, median", lambda r: f"{r['seconds']:.1f}"),
-        ("plain copy and quantisation, seconds", lambda r: f"{r['plain_seconds']:.1f}"),
-        ("seconds of all processors, the same", lambda r: f"{r['cpu']:.1f}, {r['plain_cpu']:.1f}"),
-        ("ratio (bound 1.3)", lambda r: f"{r['ratio']:.2f}"),
-        ("ratios of the runs", lambda r: ", ".join(f"{x:.2f}" for x in r["ratios"])),
-        ("tensors bit for bit those of all at once", lambda r: yes[r["same_bits"]]),
-        ("kill -9 at random moments", lambda r: str(r["kills"])),
-        ("files finished at each", lambda r: ", ".join(map(str, r["finished"]))),
-        ("files after --resume identical", lambda r: yes[r["same_files"]]),
-    ]
-    lines += [f"| {name} | " + " | ".join(map(show, rows)) + " |" for name, show in table]
-    lines += [
-        "",
-        "`plain copy and quantisation` reads every file and writes it again, or its matrices",
-        "quantised one by one as they are stored: no stacking of experts, no check for NaN, no",
-        "checksums. A conversion has all of these, and the SHA-256 of source and output.",
-        "",
-    ]
-    return "\n".join(lines)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m mlx_kda.bench.streaming")
@@ -295,14 +110,28 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--samples", type=int, default=3)
     args = parser.parse_args(arguments)
+    say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+    from ..cli.stopping import ending
+
+    try:
+        with ending():  # SIGTERM too: the folder goes
+            return measure(args, say)
+    except UserError as error:
+        say(f"{parser.prog}: {error}")
+        return 2
+
+
+def measure(args: argparse.Namespace, say: Callable[[str], None]) -> int:
+    """Make the checkpoint, measure, write the page; 0 if every promise was kept, else 1."""
     from ..files import write_text
     from . import machine
     from .synthetic import write_synthetic
 
     work = Path(args.work) / "mlx-kda-streaming"
+    if work.exists():
+        raise UserError(f"{work} is there already: remove it, or name another folder")
     work.mkdir(parents=True)
     source = work / "source"
-    say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
     try:
         nbytes = write_synthetic(source, layers=args.layers, experts=args.experts)
         say(f"wrote {nbytes / 1e9:.2f} GB")
@@ -326,7 +155,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--task"]:
-        _task(*sys.argv[2:5], *map(int, sys.argv[5:7]))
-    else:
-        sys.exit(main())
+    sys.exit(main())

@@ -8,6 +8,7 @@ from typing import Any
 
 from mlx_kda.cli import common
 from mlx_kda.cli.benchmarks import BENCHMARKS, Benchmark, integers
+from mlx_kda.cli.stopping import ending
 
 SUMMARY = "measure against peers on this machine"
 EXAMPLE = (
@@ -50,6 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    with ending():  # SIGTERM too: temporary folders go
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     from mlx_kda.bench import machine, results
 
     if args.kind == "plot":

@@ -8,7 +8,7 @@ import argparse
 import json
 import re
 
-from mlx_kda.cli import common
+from mlx_kda.cli import checks, output
 from mlx_kda.errors import UserError
 
 SUMMARY = "convert a Hugging Face checkpoint to MLX"
@@ -88,11 +88,13 @@ def byte_size(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
+    checks.folder(args.source)
     chosen = args.q_bits is not None or args.target_bpw is not None
     if args.q_mode != "affine" and args.q_bits is None:
-        raise UserError("--q-mode needs --q-bits: add it, for example --q-bits 4")
+        bits = 8 if args.q_mode == "mxfp8" else 4
+        raise UserError(f"--q-mode {args.q_mode} needs --q-bits: add --q-bits {bits}")
     if args.q_group_size is not None and not chosen:
-        raise UserError("--q-group-size needs --q-bits: add it, for example --q-bits 4")
+        raise UserError("--q-group-size needs --q-bits N or --target-bpw X: add one of them")
     wish = {
         "dtype": args.dtype,
         "q_bits": args.q_bits,
@@ -108,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 def _convert(args: argparse.Namespace, wish: dict) -> int:
     from mlx_kda.convert import convert, hub
 
-    with common.progress("converting", unit="MB") as bar:
+    with output.progress("converting", unit="MB") as bar:
         report = convert(
             args.source,
             args.out,
@@ -118,18 +120,18 @@ def _convert(args: argparse.Namespace, wish: dict) -> int:
             overwrite=args.overwrite,
             shard_bytes=args.shard_size,
             progress=lambda done, total, name: bar(done / 1e6, total / 1e6),
-            say=common.note,
+            say=output.note,
         )
     for warning in report.warnings:
-        common.note(f"warning: {warning}")
+        output.note(f"warning: {warning}")
     if args.json:
         print(json.dumps(report.as_dict(), ensure_ascii=False))
     else:
         print("\n".join(report.lines()))
     if args.upload_repo:
-        with common.status(f"uploading to {args.upload_repo}"):
+        with output.status(f"uploading to {args.upload_repo}"):
             address = hub.upload(args.out, args.upload_repo)
-        common.note(f"uploaded to {address}")
+        output.note(f"uploaded to {address}")
     return 0
 
 

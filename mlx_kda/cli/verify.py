@@ -7,7 +7,8 @@ is passed.
 import argparse
 import json
 
-from mlx_kda.cli import common
+from mlx_kda.cli import checks, output, parsing
+from mlx_kda.errors import UserError
 
 SUMMARY = "check a converted folder, and compare it with its source"
 EXAMPLE = (
@@ -27,17 +28,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compare logits on this text, or on the ids in a .json list (default: a built-in one)",
     )
     parser.add_argument(
-        "--max-tokens", type=common.number(int, 2), default=2048, metavar="N", help="default: 2048"
+        "--max-tokens", type=parsing.number(int, 2), default=2048, metavar="N", help="default: 2048"
     )
     parser.add_argument(
         "--max-kl",
-        type=common.number(float, 0),
+        type=parsing.number(float, 0),
         metavar="X",
         help="bound of the mean KL divergence in nats (default: by noise as large)",
     )
     parser.add_argument(
         "--min-top1",
-        type=common.number(float, 0, 1),
+        type=parsing.number(float, 0, 1),
         metavar="X",
         help="bound of the top-1 agreement (default: by noise as large)",
     )
@@ -45,12 +46,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from mlx_kda.convert import verify
-    from mlx_kda.errors import UserError
+    if args.source is None:
+        for name in ("tokens", "revision", "max_kl", "min_top1"):
+            if getattr(args, name) is not None:
+                flag = "--" + name.replace("_", "-")
+                raise UserError(f"{flag} needs --source: without one nothing is compared")
+    for path in filter(None, (args.folder, args.source)):
+        checks.folder(path)
 
-    if args.tokens is not None and args.source is None:
-        raise UserError("--tokens needs --source: logits are compared with the source's")
-    with common.progress("verifying", unit="MB") as bar:
+    from mlx_kda.convert import verify
+
+    with output.progress("verifying", unit="MB") as bar:
         found = verify(
             args.folder,
             args.source,
