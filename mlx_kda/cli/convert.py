@@ -9,6 +9,7 @@ import json
 import re
 
 from mlx_kda.cli import checks, output
+from mlx_kda.cli.stopping import ending
 from mlx_kda.errors import UserError
 
 SUMMARY = "convert a Hugging Face checkpoint to MLX"
@@ -104,7 +105,10 @@ def run(args: argparse.Namespace) -> int:
         "target_bpw": args.target_bpw,
         "dequantize": args.dequantize,
     }
-    return _plan(args, wish) if args.plan else _convert(args, wish)
+    if args.plan:
+        return _plan(args, wish)
+    with ending():  # SIGTERM too: what is finished is kept, the rest goes
+        return _convert(args, wish)
 
 
 def _convert(args: argparse.Namespace, wish: dict) -> int:
