@@ -1,13 +1,16 @@
 """The benchmark command: what it writes, and what it refuses."""
 
 import json
+import time
 
 import mlx.core as mx
 import pytest
+from helpers.tiny import tiny_model
 
-from mlx_kda.bench import graph, op, results, timing
+from mlx_kda.bench import graph, op, profile, results, shapes, timing
 from mlx_kda.cli.main import main
 from mlx_kda.errors import UserError
+from mlx_kda.models.config import DENSE, MLA, MOE, KimiLinearConfig
 
 
 def test_candidates_take_turns_and_chain_their_calls():
@@ -63,6 +66,10 @@ def test_command_writes_csv_and_json_with_the_machine(tmp_path, capsys):
         (["op", "--row", "easy"], "--row is one of"),
         (["op", "--paths", "fast"], "--paths takes"),
         (["model", "nowhere"], "nowhere"),
+        (["profile"], "a model's folder or a --shape"),
+        (["profile", "nowhere", "--shape", "48b"], "a model's folder or a --shape"),
+        (["profile", "nowhere"], "nowhere"),
+        (["profile", "--shape", "48b", "--runner", "fast"], "unknown runner"),
         (["plot", "nowhere.json", "x"], "cannot read nowhere.json"),
     ],
 )
@@ -91,3 +98,52 @@ def test_plot_draws_both_formats(tmp_path):
     assert main(["bench", "plot", str(tmp_path / "op.json"), str(tmp_path / "picture")]) == 0
     assert (tmp_path / "picture.svg").stat().st_size > 1000
     assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.fixture(scope="module")
+def profile_rows():
+    model = tiny_model()
+    return list(profile.run({"": model, "again": model}, tokens=20, decode=2, samples=3, budget=1))
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_the_parts_of_a_profile_are_all_of_its_time(profile_rows, phase):
+    rows = {row["part"]: row for row in profile_rows if row["phase"] == phase}
+    parts = [row for name, row in rows.items() if name in profile.PARTS]
+    # A tiny model has every kind of layer; by operations there is no kernel of a whole step.
+    assert [row["part"] for row in parts] == [p for p in profile.PARTS if p != profile.STEP]
+    assert all(row["ms"] > 0 and row["again ms"] > 0 for row in parts)
+    # Medians are taken part by part, so they add up to that of the sum only roughly.
+    assert sum(row["ms"] for row in parts) == pytest.approx(rows[profile.SUM]["ms"], rel=0.5)
+    gap = rows[profile.SUM]["ms"] - rows[profile.WHOLE]["ms"]
+    assert rows[profile.FORCING]["ms"] == pytest.approx(gap)
+
+
+def test_a_profile_counts_the_inner_of_nested_parts_and_leaves_no_trace():
+    clock, model = profile.Clock(), tiny_model()
+    ids = mx.array([[1, 2, 3]])
+    want, untouched = model(ids), type(model.layers[0].self_attn).mix
+
+    def inner():
+        time.sleep(0.02)
+
+    clock.measure("outer", lambda: clock.measure("inner", inner))
+    assert clock.seconds["inner"] >= 0.02 > 0.01 > clock.seconds["outer"]
+    with profile.instrumented(model, clock):
+        assert mx.array_equal(model(ids), want)
+    assert type(model.layers[0].self_attn).mix is untouched
+    assert clock.seconds["router"] > 0
+
+
+def test_the_48b_shape_is_its_first_layers_and_the_rest_of_its_sizes():
+    """27 layers as published, every fourth MLA and the last; a part of them keeps the widths."""
+    whole = KimiLinearConfig.from_dict(shapes.config("48b"))
+    assert [i + 1 for i, kind in enumerate(whole.layer_types) if kind == MLA] == [
+        *(4, 8, 12, 16, 20, 24),
+        27,
+    ]
+    assert whole.mlp_layer_types == (DENSE, *(MOE,) * 26)
+    few = KimiLinearConfig.from_dict(shapes.config("48b", layers=5, vocab=512))
+    assert few.layer_types == whole.layer_types[:5] and few.vocab_size == 512
+    assert few.num_experts == whole.num_experts == 256 and few.hidden_size == 2304
+    assert shapes.config("48b")["linear_attn_config"]["full_attn_layers"][-1] == 27

@@ -26,6 +26,7 @@ _PLAN: dict[str, dict[str, Any]] = {
     "counters": {"tokens": 64, "dim": 128, "dtype": "bfloat16"},
 }
 
+
 def write(path: Path, command: str, args: argparse.Namespace, run_one: Callable) -> None:
     """Run the kinds of `_PLAN` and write the page; ``run_one(benchmark, options)`` gives rows."""
     from ..cli.benchmarks import BENCHMARKS

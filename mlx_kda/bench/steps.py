@@ -10,8 +10,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..layers import MoE
 from .graph import as_on_metal, launches
+from .shapes import as_loaded, quantisable
 
 # Layers, experts chosen, taps and groups as in the 48B; sizes that quantise and nothing more.
 CONFIG = {
@@ -64,9 +64,9 @@ def run(q_bits: int | None = 4) -> Iterator[dict[str, Any]]:
         ):
             model.set_dtype(mx.bfloat16)
             if q_bits:
-                nn.quantize(model, 64, q_bits, class_predicate=_predicate(model))
+                nn.quantize(model, 64, q_bits, class_predicate=quantisable(model))
             if name != "mlx-lm":
-                _as_loaded(model)
+                as_loaded(model)
                 model.merge("one by one" not in name)
                 if "operations" not in name:
                     model.use_runner("metal", "to be counted")
@@ -84,29 +84,6 @@ def _theirs() -> nn.Module:
     from mlx_lm.models.kimi_linear import Model, ModelArgs
 
     return Model(ModelArgs.from_dict(CONFIG)).eval()
-
-
-def _as_loaded(model: nn.Module) -> None:
-    """Router and gate parameters in float32, as the loader leaves them."""
-    for layer in model.layers:
-        if layer.is_linear:
-            attn = layer.self_attn
-            attn.A_log, attn.dt_bias = (w.astype(mx.float32) for w in (attn.A_log, attn.dt_bias))
-        if isinstance(layer.mlp, MoE):
-            bias = layer.mlp.e_score_correction_bias
-            layer.mlp.e_score_correction_bias = bias.astype(mx.float32)
-            layer.mlp.gate.apply(
-                lambda w: w.astype(mx.float32) if mx.issubdtype(w.dtype, mx.floating) else w
-            )
-
-
-def _predicate(model: nn.Module):
-    rule = model.quant_predicate
-
-    def allowed(path: str, module: nn.Module):
-        return hasattr(module, "to_quantized") and rule(path, module)
-
-    return allowed
 
 
 def _count(model: nn.Module) -> dict[str, Any]:

@@ -62,6 +62,11 @@ def interleave(
     return {name: _timing(seconds, calls) for name, seconds in taken.items()}
 
 
-def _timing(seconds: list[float], calls: int) -> Timing:
+def spread(seconds: list[float]) -> float:
+    """Between the quartiles, over the median."""
     low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return Timing(median, (high - low) / median, len(seconds), calls)
+    return (high - low) / median
+
+
+def _timing(seconds: list[float], calls: int) -> Timing:
+    return Timing(statistics.median(seconds), spread(seconds), len(seconds), calls)

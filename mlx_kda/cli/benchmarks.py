@@ -185,6 +185,32 @@ def _cuda_rows(args: argparse.Namespace) -> Rows:
     return cuda.run(args.tokens or cuda.TOKENS, heads, frameworks=frameworks)
 
 
+def _profile_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="folder, or else --shape")
+    parser.add_argument("--shape", choices=("48b",), help="a random model of this shape instead")
+    parser.add_argument("--layers", type=common.number(int, 1), metavar="N", help="its first N")
+    parser.add_argument("--vocab", type=common.number(int, 1), metavar="N", help="its vocabulary")
+    parser.add_argument("--q-bits", type=int, choices=(0, 4, 8), default=0, metavar="N")
+    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
+    parser.add_argument("--runner", default="auto", help="of the KDA layers (default: auto)")
+    parser.add_argument("--device", choices=("cpu", "gpu"), help="default: MLX's own choice")
+    parser.add_argument("--tokens", type=common.number(int, 1), default=512, metavar="T")
+    _timed(parser)
+
+
+def _profile_rows(args: argparse.Namespace) -> Rows:
+    from mlx_kda.bench import profile
+
+    options = {name: getattr(args, name) for name in _PROFILE_OPTIONS}
+    return profile.of(args.model, **options, q_bits=args.q_bits or None)
+
+
+_PROFILE_OPTIONS = (
+    *("shape", "layers", "vocab", "dtype", "runner", "device"),
+    *("tokens", "samples", "budget"),
+)
+
+
 def _columns(names: str, **headings: str) -> dict[str, str]:
     return {name: headings.get(name, name) for name in names.split()}
 
@@ -214,6 +240,18 @@ BENCHMARKS = {
             _model_arguments,
             _model_rows,
             "The same folder and loop for both; launches are nodes of this device's graph.",
+        ),
+        Benchmark(
+            "profile",
+            "where the time of a prefill and of a decode step goes, by kind of work",
+            {
+                **_columns("phase tokens part ms share spread"),
+                "as stored ms": "ms, weights as stored",
+            },
+            _profile_arguments,
+            _profile_rows,
+            "Every part waited for by itself, medians; of nested parts the inner one counts. The "
+            "last two rows of a phase: the same step left alone, and what waiting cost.",
         ),
         Benchmark(
             "launches",

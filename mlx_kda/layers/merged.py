@@ -11,6 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from . import blas_layout
+
 # Arrays of a map that have a row (or an expert's row) for each output.
 _ROWS = ("weight", "scales", "biases")
 # Up to this many tokens a step is bound by launches; a longer one by the strided outputs.
@@ -29,7 +31,10 @@ class Merged:
         for name in _ROWS:
             if name in layers[0]:
                 parts = [layer[name] for layer in layers]
-                whole = mx.concatenate(parts, axis=axis)
+                if name == "weight" and blas_layout.gains(layers[0]):
+                    whole = blas_layout.stacked(parts)
+                else:
+                    whole = mx.concatenate(parts, axis=axis)
                 views = mx.split(whole, self.ends, axis=axis)
                 mx.eval(whole, views)
                 self.whole[name] = whole
@@ -50,7 +55,8 @@ class Merged:
         for layer, views in zip(self.layers, self.views, strict=True):
             for name, view in views.items():
                 if layer[name] is view:
-                    layer[name] = mx.contiguous(view)
+                    own = blas_layout.laid_out if blas_layout.gains(layer) else mx.contiguous
+                    layer[name] = own(view)
 
     def __call__(self, x: mx.array) -> list[mx.array]:
         """The outputs of the maps, in order, as views of one array."""

@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import CheckpointError
+from ..layers.blas_layout import lay_out
 from . import family
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def _build(source: "Source", runner: str) -> nn.Module:
     for layer in model.layers:
         mx.eval(layer.parameters())
     mx.eval(model.parameters())
+    lay_out(model)
     model.merge()
     model.eval()
     prepare(model, model.model.dtype)

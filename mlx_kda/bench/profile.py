@@ -1,0 +1,288 @@
+"""`bench profile`: where the time of a prefill and of a decode step goes, by kind of work.
+
+Each part's inputs are evaluated before its clock starts and its outputs before it stops, so a part
+pays for what it asks for. A part inside another (the router inside the block of experts) stops the
+other's clock. Waiting after each part costs time of its own: the same step is also timed as it
+runs, and the difference is shown.
+"""
+
+import contextlib
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ..errors import UserError
+from ..kernels import chunk, decode, epilogue, prologue, recurrent
+from ..layers import MLA, KimiDeltaAttention, MoE, blas_layout
+from ..layers import kda as kda_layer
+from ..models import load_model
+from .shapes import random_model
+from .timing import STEADY, spread
+
+MIX, OP, GATED = "KDA convolutions and gates", "KDA recurrence", "KDA gated norm"
+STEP = "KDA step in one kernel"
+REST = "rest: residuals, caches, Python"
+PARTS = (
+    *("embedding", "norms", "KDA projections", MIX, OP, GATED, STEP, "KDA output projection"),
+    *("MLA projections", "MLA attention", "router", "routed experts", "shared experts"),
+    *("dense MLP", "head", "sampling", REST),
+)
+SUM, WHOLE, FORCING = "sum of the parts", "the step as it runs", "difference: waiting for each part"
+
+
+class Clock:
+    """Seconds of each kind of work; of nested parts only the innermost runs."""
+
+    def __init__(self):
+        self.seconds: Counter[str] = Counter()
+        self._open: list[str] = []
+        self._since = 0.0
+
+    def measure(self, kind: str, work: Callable, *args: Any, **options: Any) -> Any:
+        """``work(*args, **options)``, its time, evaluation included, counted as ``kind``."""
+        mx.eval(list(_arrays([args, options])))
+        self._turn()
+        self._open.append(kind)
+        try:
+            result = work(*args, **options)
+            mx.eval(list(_arrays(result)))
+            return result
+        finally:
+            self._turn()
+            self._open.pop()
+
+    def _turn(self) -> None:
+        now = time.perf_counter()
+        if self._open:
+            self.seconds[self._open[-1]] += now - self._since
+        self._since = now
+
+
+def _arrays(tree: Any) -> Iterator[mx.array]:
+    if isinstance(tree, mx.array):
+        yield tree
+    elif type(tree) is dict:
+        yield from _arrays(list(tree.values()))
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            yield from _arrays(item)
+
+
+@contextlib.contextmanager
+def instrumented(model: nn.Module, clock: Clock) -> Iterator[None]:
+    """Within it every part of ``model``, a model of this package, runs under ``clock``."""
+    modules = {id(module): kind for module, kind in _modules(model)}
+    classes = {type(module) for module, _ in _modules(model)}
+    embedding = type(model.model.embed_tokens)
+
+    def called(original: Callable) -> Callable:
+        def call(self, *args, **options):
+            kind = modules.get(id(self))
+            if kind is None:
+                return original(self, *args, **options)
+            return clock.measure(kind, original, self, *args, **options)
+
+        return call
+
+    def always(kind: str, original: Callable) -> Callable:
+        return lambda *args, **options: clock.measure(kind, original, *args, **options)
+
+    patches = [(cls, "__call__", called(cls.__call__)) for cls in classes]
+    patches += [
+        (owner, name, always(kind, getattr(owner, name)))
+        for owner, name, kind in (
+            (embedding, "as_linear", "head"),
+            (KimiDeltaAttention, "project", "KDA projections"),
+            (KimiDeltaAttention, "mix", MIX),
+            (kda_layer, "kda", OP),
+            (kda_layer, "_gated", GATED),
+            (prologue, "kda_prologue", MIX),
+            (chunk, "kda_chunk", OP),
+            (recurrent, "kda_recurrent", OP),
+            (epilogue, "kda_epilogue", GATED),
+            (decode, "kda_decode", STEP),
+            (MLA, "_attend", "MLA attention"),
+            (MoE, "select", "router"),
+        )
+    ]
+    with contextlib.ExitStack() as stack:
+        for owner, name, timed in patches:
+            stack.enter_context(mock.patch.object(owner, name, timed))
+        yield
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """The modules whose call is a part, each with its kind."""
+    yield model.model.embed_tokens, "embedding"
+    yield model.model.norm, "norms"
+    if model.lm_head is not None:
+        yield model.lm_head, "head"
+    for layer in model.layers:
+        yield layer.input_layernorm, "norms"
+        yield layer.post_attention_layernorm, "norms"
+        if layer.is_linear:
+            yield layer.self_attn.o_norm, GATED
+            yield layer.self_attn.o_proj, "KDA output projection"
+        else:
+            yield layer.self_attn, "MLA projections"
+        if not isinstance(layer.mlp, MoE):
+            yield layer.mlp, "dense MLP"
+            continue
+        yield layer.mlp, "routed experts"
+        if layer.mlp.shared_experts is not None:
+            yield layer.mlp.shared_experts, "shared experts"
+
+
+def of(
+    folder: str | None = None,
+    *,
+    shape: str | None = None,
+    layers: int | None = None,
+    vocab: int | None = None,
+    q_bits: int | None = None,
+    dtype: str = "bfloat16",
+    runner: str = "auto",
+    device: str | None = None,
+    **options: Any,
+) -> Iterator[dict[str, Any]]:
+    """`run` for the model of a folder, or for a random one of a released shape.
+
+    Where weights are laid out for the CPU's BLAS, a folder's model is also run with its weights as
+    they are stored.
+
+    Args:
+        folder: a checkpoint's folder; else ``shape`` (with ``layers``, ``vocab``, ``q_bits`` and
+            ``dtype``, see `random_model`).
+        runner: what computes the KDA layers.
+        device: "cpu" or "gpu"; MLX's own choice unless given.
+
+    Raises:
+        UserError: no GPU, a folder that does not load, neither folder nor shape, or both.
+    """
+    if (folder is None) == (shape is None):
+        raise UserError("name a model's folder or a --shape, one of the two")
+    if device == "gpu" and not mx.is_available(mx.gpu):
+        raise UserError("MLX has no GPU on this machine: leave --device gpu out")
+    if device is not None:
+        mx.set_default_device(mx.gpu if device == "gpu" else mx.cpu)
+    if folder is None:
+        models = {
+            "": random_model(
+                shape,
+                layers=layers,
+                vocab=vocab,
+                dtype=getattr(mx, dtype),
+                q_bits=q_bits,
+                runner=runner,
+            )
+        }
+    else:
+        models = {"": load_model(folder, runner)}
+        if blas_layout.applies():
+            with blas_layout.as_stored():
+                models["as stored"] = load_model(folder, runner)
+    yield from run(models, **options)
+
+
+def run(
+    models: dict[str, nn.Module],
+    *,
+    tokens: int = 512,
+    decode: int = 10,
+    samples: int = 5,
+    budget: float = 20.0,
+) -> Iterator[dict[str, Any]]:
+    """Rows of a prefill, then of a decode step after it.
+
+    Args:
+        models: the model to profile under "", others to be shown beside it under their names.
+        tokens: of the prefill, which is one step.
+        decode: steps of decoding in a sample.
+        samples, budget: samples, and the seconds that all of one phase may take.
+
+    Yields:
+        One row a part with its milliseconds (median over the samples) and its share of the sum;
+        then the sum, the step as it runs, and their difference.
+    """
+    size = models[""].args.vocab_size
+    prompt = mx.array(np.random.default_rng(0).integers(0, size, (1, tokens)))
+    steps = {name: _Steps(model, prompt) for name, model in models.items()}
+    for phase, count in (("prefill", 1), ("decode", decode)):
+        taken: dict[str, list[tuple[Clock, float]]] = {name: [] for name in models}
+        start = time.perf_counter()
+        for i in range(-1, samples):
+            for name, step in steps.items():
+                sample = step.sample(phase, count)
+                if i >= 0:  # the first one compiles and allocates
+                    taken[name].append(sample)
+            spent = time.perf_counter() - start
+            if i >= 2 and spent * (i + 3) / (i + 2) > budget:
+                break
+        yield from _rows(phase, tokens, count, taken)
+
+
+class _Steps:
+    """Prefill and decoding of one model, with and without its parts being timed."""
+
+    def __init__(self, model: nn.Module, prompt: mx.array):
+        self.model, self.prompt = model, prompt
+        self.cache: list[Any] = []
+        self.token: mx.array | None = None
+
+    def sample(self, phase: str, count: int) -> tuple[Clock, float]:
+        """(Clock of ``count`` steps with parts timed, seconds of as many as they run)."""
+        clock = Clock()
+        step = self._prefill if phase == "prefill" else self._decode
+        with instrumented(self.model, clock):
+            for _ in range(count):
+                clock.measure(REST, step, lambda f, *args: clock.measure("sampling", f, *args))
+        start = time.perf_counter()
+        for _ in range(count):
+            step(lambda f, *args: f(*args))
+        return clock, time.perf_counter() - start
+
+    def _prefill(self, sampled: Callable) -> None:
+        self.cache = self.model.make_cache()
+        self._step(self.prompt, sampled)
+
+    def _decode(self, sampled: Callable) -> None:
+        self._step(self.token, sampled)
+
+    def _step(self, inputs: mx.array, sampled: Callable) -> None:
+        logits = self.model(inputs, cache=self.cache, last_only=True)
+        self.token = sampled(_greedy, logits)
+        mx.eval(self.token, [entry.state for entry in self.cache])
+
+
+def _greedy(logits: mx.array) -> mx.array:
+    return mx.argmax(logits[:, -1], axis=-1)[:, None]
+
+
+def _rows(
+    phase: str, tokens: int, count: int, taken: dict[str, list[tuple[Clock, float]]]
+) -> Iterator[dict[str, Any]]:
+    def column(of: Callable[[Clock, float], float]) -> dict[str, Any]:
+        """Medians of every model, in milliseconds, and the spread of the first one."""
+        values = {name: [of(*s) / count * 1e3 for s in samples] for name, samples in taken.items()}
+        shown = {f"{name} ms".strip(): statistics.median(v) for name, v in values.items()}
+        return {**shown, "spread": spread(values[""]), "samples": len(values[""])}
+
+    first = taken[""][0][0]
+    total = column(lambda clock, _: clock.seconds.total())
+    about = {"phase": phase, "tokens": tokens}
+    for part in PARTS:
+        if part in first.seconds:
+            row = column(lambda clock, _, part=part: clock.seconds[part])
+            yield {**about, "part": part, "share": row["ms"] / total["ms"], **row}
+    whole = column(lambda _, seconds: seconds)
+    yield {**about, "part": SUM, "share": 1.0, **total, "steady": total["spread"] <= STEADY}
+    yield {**about, "part": WHOLE, **whole, "steady": whole["spread"] <= STEADY}
+    names = [key for key in total if key == "ms" or key.endswith(" ms")]
+    yield {**about, "part": FORCING, **{key: total[key] - whole[key] for key in names}}
