@@ -242,8 +242,10 @@ def test_info_in_words(tiny_hf, tmp_path, capsys):
 
 def test_info_describes_what_cannot_run(copy, capsys):
     edit(copy / "config.json", mla_use_nope=False)
-    assert main(["info", str(copy)]) == 0
-    assert "mla_use_nope" in capsys.readouterr().out
+    assert main(["info", str(copy)]) == 2
+    out, err = capsys.readouterr()
+    assert "problem" in out and "mla_use_nope" in out
+    assert err.count("\n") == 1 and "cannot run: config.json: mla_use_nope" in err
 
 
 def test_info_counts_a_real_size(tmp_path, capsys):

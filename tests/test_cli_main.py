@@ -10,8 +10,8 @@ import pytest
 from helpers.program import PROGRAM, run
 
 from mlx_kda.cli import main as program
-from mlx_kda.cli.common import kda_paths
 from mlx_kda.cli.main import COMMANDS
+from mlx_kda.cli.reports import kda_paths
 from mlx_kda.errors import UserError
 
 

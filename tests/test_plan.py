@@ -102,13 +102,21 @@ def test_table_and_json(run):
     ("argv", "words"),
     [
         (["--context", "513"], "513 tokens are more than the model's context of 512"),
-        (["--policy", "most"], "'most' is not one of"),
-        (["--policy", "window:0"], "at least 1 token"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(run, argv, words):
     status, out, err = run("--context", "100", *argv)
     assert status == 2 and out == "" and err.count("\n") == 1 and words in err
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"), [("most", "'most' is not one of"), ("window:0", "at least 1 token")]
+)
+def test_a_policy_that_is_none_is_one_line_and_status_2(run, capsys, policy, words):
+    with pytest.raises(SystemExit) as stop:
+        run("--policy", policy)
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and err.count("\n") == 1 and words in err
 
 
 def test_this_machine_s_memory_is_a_number_and_has_a_source():

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mlx_kda.cli import common
-from mlx_kda.cli.benchmarks import BENCHMARKS, Benchmark, integers
+from mlx_kda.cli import parsing
+from mlx_kda.cli.benchmarks import BENCHMARKS, LONGEST, Benchmark
+from mlx_kda.cli.output import note
 from mlx_kda.cli.stopping import ending
 
 SUMMARY = "measure against peers on this machine"
@@ -35,8 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     everything.add_argument(
         "--model", metavar="MODEL", help="MLX folder (default: the small checkpoint, converted)"
     )
-    everything.add_argument("--budget", type=common.number(float, 0.1), default=10.0, metavar="S")
-    everything.add_argument("--tokens", type=integers, default=[1, 64, 512, 2048], metavar="T,T")
+    everything.add_argument(
+        "--budget", type=parsing.number(float, 0.1, LONGEST), default=10.0, metavar="S"
+    )
+    everything.add_argument(
+        "--tokens", type=parsing.numbers, default=[1, 64, 512, 2048], metavar="T,T"
+    )
     everything.add_argument(
         "--cuda",
         metavar="FILE",
@@ -56,31 +61,35 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from mlx_kda.bench import machine, results
+    from mlx_kda.bench import results
 
     if args.kind == "plot":
+        saved = results.load(Path(args.results))
+
         from mlx_kda.bench.plot import draw
 
-        for path in draw(results.load(Path(args.results)), Path(args.picture)):
-            common.note(f"wrote {path}")
+        for path in draw(saved, Path(args.picture)):
+            note(f"wrote {path}")
         return 0
     command = shlex.join(["mlx-kda", *sys.argv[1:]])
     if args.kind == "all":
         from mlx_kda.bench import report
 
         report.write(Path(args.report), command, args, run_one)
-        common.note(f"wrote {args.report}")
+        note(f"wrote {args.report}")
         return 0
 
     benchmark = BENCHMARKS[args.kind]
     rows = run_one(benchmark, args)
     print(results.markdown(rows, benchmark.columns))
     if benchmark.note:
-        common.note(benchmark.note)
+        note(benchmark.note)
     if args.out:
+        from mlx_kda.bench import machine
+
         about = machine.describe(command)
         for path in results.save(Path(args.out), args.kind, about, rows):
-            common.note(f"wrote {path}")
+            note(f"wrote {path}")
     return 0
 
 
@@ -90,11 +99,11 @@ def run_one(benchmark: Benchmark, args: argparse.Namespace) -> list[dict[str, An
 
     rows = []
     for row in benchmark.rows(args):
-        common.note("  ".join(results.show(row.get(key)) for key in benchmark.columns))
+        note("  ".join(results.show(row.get(key)) for key in benchmark.columns))
         rows.append(row)
     noisy = sum(row.get("steady") is False for row in rows)
     if noisy:
-        common.note(
+        note(
             f"{noisy} of {len(rows)} rows spread over more than 5 % of their median: "
             "this machine was busy, run again before quoting them"
         )

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_kda.cli import common
+from mlx_kda.cli import checks, parsing
 
 Rows = Iterator[dict[str, Any]]
+
+LONGEST, MOST = 86_400, 10**9  # seconds, and anything that is counted
 
 
 @dataclass(frozen=True)
@@ -27,22 +29,11 @@ class Benchmark:
     note: str = ""
 
 
-def integers(text: str) -> list[int]:
-    """An argparse type: 1,512,2048."""
-    try:
-        values = [int(part) for part in text.split(",")]
-    except ValueError:
-        values = []
-    if not values or min(values) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list like 1,512,2048")
-    return values
-
-
 def _timed(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--samples", type=common.number(int, 3), default=7, metavar="N")
+    parser.add_argument("--samples", type=parsing.number(int, 3, MOST), default=7, metavar="N")
     parser.add_argument(
         "--budget",
-        type=common.number(float, 0.1),
+        type=parsing.number(float, 0.1, LONGEST),
         default=20.0,
         metavar="S",
         help="seconds a candidate and size may take (default: 20)",
@@ -51,10 +42,10 @@ def _timed(parser: argparse.ArgumentParser) -> None:
 
 def _op_arguments(parser: argparse.ArgumentParser) -> None:
     _timed(parser)
-    parser.add_argument("--tokens", type=integers, default=[1, 64, 512, 2048], metavar="T,T")
-    parser.add_argument("--heads", type=integers, default=[4, 32], metavar="H,H")
-    parser.add_argument("--dim", type=common.number(int, 1), default=128, metavar="D")
-    parser.add_argument("--batch", type=common.number(int, 1), default=1, metavar="B")
+    parser.add_argument("--tokens", type=parsing.numbers, default=[1, 64, 512, 2048], metavar="T,T")
+    parser.add_argument("--heads", type=parsing.numbers, default=[4, 32], metavar="H,H")
+    parser.add_argument("--dim", type=parsing.number(int, 1, MOST), default=128, metavar="D")
+    parser.add_argument("--batch", type=parsing.number(int, 1, MOST), default=1, metavar="B")
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32")
     parser.add_argument("--row", default="random", help="kind of inputs (default: random)")
     parser.add_argument("--paths", default="auto", help="ours to run (default: auto)")
@@ -88,10 +79,11 @@ def _op_rows(args: argparse.Namespace) -> Rows:
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
     _timed(parser)
     parser.add_argument("model", metavar="MODEL")
-    parser.add_argument("--contexts", type=integers, default=[1024, 8192], metavar="N,N")
+    parser.add_argument("--contexts", type=parsing.numbers, default=[1024, 8192], metavar="N,N")
 
 
 def _model_rows(args: argparse.Namespace) -> Rows:
+    checks.checkpoint(args.model)
     from mlx_kda.bench import model
 
     return model.run(Path(args.model), args.contexts, samples=args.samples, budget=args.budget)
@@ -108,7 +100,7 @@ def _launches_rows(args: argparse.Namespace) -> Rows:
 
 
 def _counters_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=common.number(int, 1), default=64, metavar="T")
+    parser.add_argument("--tokens", type=parsing.number(int, 1, MOST), default=64, metavar="T")
     parser.add_argument("--dim", type=int, choices=range(32, 257, 32), default=128, metavar="D")
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
 
@@ -121,30 +113,37 @@ def _counters_rows(args: argparse.Namespace) -> Rows:
 
 def _convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC")
-    parser.add_argument("--q-bits", type=int, metavar="N")
-    parser.add_argument("--samples", type=common.number(int, 1), default=3, metavar="N")
+    parser.add_argument("--q-bits", type=int, choices=(2, 3, 4, 5, 6, 8), metavar="N")
+    parser.add_argument("--samples", type=parsing.number(int, 1, MOST), default=3, metavar="N")
 
 
 def _convert_rows(args: argparse.Namespace) -> Rows:
+    checks.folder(args.source)
     from mlx_kda.bench import conversion
 
     return conversion.run(Path(args.source), q_bits=args.q_bits, samples=args.samples)
 
 
 def _endurance_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=common.number(int, 0), default=30_000, metavar="N")
+    parser.add_argument("--steps", type=parsing.number(int, 0, MOST), default=30_000, metavar="N")
     parser.add_argument(
-        "--prompts", type=integers, default=[20_000, 100_000], metavar="N,N", help="lengths"
+        "--prompts", type=parsing.numbers, default=[20_000, 100_000], metavar="N,N", help="lengths"
     )
-    parser.add_argument("--policy", default="window:1024+16", help="default: window:1024+16")
+    parser.add_argument(
+        "--policy",
+        type=parsing.policy,
+        default="window:1024+16",
+        metavar="P",
+        help="default: window:1024+16",
+    )
 
 
 def _endurance_rows(args: argparse.Namespace) -> Rows:
     from mlx_kda.bench import endurance
 
     return itertools.chain(
-        endurance.decode(args.steps, policy=args.policy),
-        endurance.prompts(args.prompts, policy=args.policy),
+        endurance.decode(args.steps, policy=str(args.policy)),
+        endurance.prompts(args.prompts, policy=str(args.policy)),
     )
 
 
@@ -160,6 +159,7 @@ def _quality_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _quality_rows(args: argparse.Namespace) -> Rows:
+    checks.folder(args.source)
     from mlx_kda.bench import quality
 
     recipes = args.recipes.split(",") if args.recipes else quality.RECIPES
@@ -167,8 +167,8 @@ def _quality_rows(args: argparse.Namespace) -> Rows:
 
 
 def _cuda_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=integers, metavar="T,T", help="default: 1 to 32768")
-    parser.add_argument("--heads", type=integers, metavar="H,H", help="even; default: 32,96")
+    parser.add_argument("--tokens", type=parsing.numbers, metavar="T,T", help="default: 1 to 32768")
+    parser.add_argument("--heads", type=parsing.numbers, metavar="H,H", help="even; default: 32,96")
     parser.add_argument("--frameworks", default="mlx,torch", help="default: mlx,torch")
 
 
@@ -188,17 +188,23 @@ def _cuda_rows(args: argparse.Namespace) -> Rows:
 def _profile_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", help="folder, or else --shape")
     parser.add_argument("--shape", choices=("48b",), help="a random model of this shape instead")
-    parser.add_argument("--layers", type=common.number(int, 1), metavar="N", help="its first N")
-    parser.add_argument("--vocab", type=common.number(int, 1), metavar="N", help="its vocabulary")
+    parser.add_argument(
+        "--layers", type=parsing.number(int, 1, MOST), metavar="N", help="its first N"
+    )
+    parser.add_argument(
+        "--vocab", type=parsing.number(int, 1, MOST), metavar="N", help="its vocabulary"
+    )
     parser.add_argument("--q-bits", type=int, choices=(0, 4, 8), default=0, metavar="N")
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
     parser.add_argument("--runner", default="auto", help="of the KDA layers (default: auto)")
     parser.add_argument("--device", choices=("cpu", "gpu"), help="default: MLX's own choice")
-    parser.add_argument("--tokens", type=common.number(int, 1), default=512, metavar="T")
+    parser.add_argument("--tokens", type=parsing.number(int, 1, MOST), default=512, metavar="T")
     _timed(parser)
 
 
 def _profile_rows(args: argparse.Namespace) -> Rows:
+    if args.model is not None:
+        checks.checkpoint(args.model)
     from mlx_kda.bench import profile
 
     options = {name: getattr(args, name) for name in _PROFILE_OPTIONS}

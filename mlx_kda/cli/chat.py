@@ -7,10 +7,10 @@ commands: /help.
 """
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlx_kda.cli import common
+from mlx_kda.cli import checks, loading, output, parsing
+from mlx_kda.cli.options import add_memory, add_sampling, sampling_options
 from mlx_kda.cli.stopping import ending
 
 if TYPE_CHECKING:
@@ -33,40 +33,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder or hub id of a checkpoint (default: examples/tiny-kimi-linear of this "
         "project's repository, converted to 4 bits the first time)",
     )
-    parser.add_argument("--system", metavar="TEXT", help="a system message")
+    parser.add_argument("--system", type=parsing.text, metavar="TEXT", help="a system message")
     parser.add_argument("--resume", metavar="FILE", help="go on with a saved session")
     parser.add_argument(
         "--session",
         metavar="FILE",
         help="save the session there at the end, and go on with it if it is there already",
     )
-    common.add_memory(parser)
-    common.add_sampling(parser)
+    add_memory(parser)
+    add_sampling(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.model is not None:
+        checks.checkpoint(args.model)
+    exists = checks.session_file(args.session)
+    checks.session(args.resume)
+    if args.model is None:
+        args.model = _small_model()
+    args.model = loading.locate(args.model)
+
     from mlx_kda.cli.talk import Talk
     from mlx_kda.cli.terminal import Terminal
 
-    if args.model is None:
-        args.model = _small_model()
-    common.check_memory(args, args.max_tokens, args.policy)
-    talk = Talk(_session(args), common.sampling_options)
+    session = _session(args, args.resume or (args.session if exists else None))
+    talk = Talk(session, sampling_options, args.session)
     talk.set_options(vars(args))
     terminal = Terminal(talk.said)
     if terminal.interactive:
-        common.note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends")
+        output.note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends")
         if talk.session.messages:
-            common.note(f"going on with {len(talk.session.messages)} messages")
+            output.note(f"going on with {len(talk.session.messages)} messages")
     with ending():
         try:
             for line in terminal.lines():
                 if not talk.take(line):
                     break
                 terminal.after(talk)
+                talk.keep()
         finally:
-            if args.session is not None:
-                talk.session.save(args.session)
+            talk.keep(at_end=True)
     return talk.ended or 0
 
 
@@ -74,21 +80,24 @@ def _small_model() -> str:
     """The folder of the model for a chat that names none."""
     from mlx_kda.demo import CHECKPOINT, default_model
 
-    folder = default_model(common.note)
-    common.note(f"no MODEL was named: this is {CHECKPOINT.name}, which knows common nouns")
+    folder = default_model(output.note)
+    output.note(f"no MODEL was named: this is {CHECKPOINT.name}, which knows common nouns")
     return str(folder)
 
 
-def _session(args: argparse.Namespace) -> "Session":
+def _session(args: argparse.Namespace, source: str | None) -> "Session":
+    """The session of a file, or a new one; what does not need the weights is checked before."""
     from mlx_kda.messages import chat_ids
     from mlx_kda.session import Session
+    from mlx_kda.tokenizer import load_tokenizer
 
-    model, tokenizer = common.load_model(args.model), common.load_tokenizer(args.model)
+    loading.check_memory(args, args.max_tokens, args.policy)
+    tokenizer = load_tokenizer(args.model)
     chat_ids(tokenizer, [{"role": "user", "content": ""}])  # refuses a model without a template
-    exists = args.session is not None and Path(args.session).exists()
-    source = args.resume if args.resume is not None else args.session if exists else None
+    model = loading.load_model(args.model)
+    loading.note_policy(model.args, args.policy)
     if source is not None:
-        return common.load_session(args, source, model, tokenizer)
+        return loading.load_session(args, source, model, tokenizer)
     return Session(
         model,
         tokenizer,

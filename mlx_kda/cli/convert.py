@@ -8,7 +8,7 @@ import argparse
 import json
 import re
 
-from mlx_kda.cli import checks, output
+from mlx_kda.cli import checks, output, parsing
 from mlx_kda.cli.stopping import ending
 from mlx_kda.errors import UserError
 
@@ -20,6 +20,7 @@ EXAMPLE = (
     "  mlx-kda convert path/to/checkpoint out --q-rule 'mlp.switch_mlp.*=4,64' "
     "--q-rule 'self_attn.o_proj=8,64'"
 )
+LARGEST = 10**15  # bytes of an output file
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 
@@ -70,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     recipe.add_argument(
         "--target-bpw",
-        type=float,
+        type=parsing.number(float, 2, 16),
         metavar="X",
         help="X stored bits a weight in all, more where the measured error is largest",
     )
@@ -82,10 +83,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def byte_size(text: str) -> int:
     """An argparse type: bytes, with K, M or G."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)b?", text.strip().lower())
-    size = int(float(found[1]) * UNITS[found[2]]) if found else 0
-    if size < 1:
+    size = float(found[1]) * UNITS[found[2]] if found else 0
+    if not 1 <= size <= LARGEST:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size like 500M or 5G")
-    return size
+    return int(size)
 
 
 def run(args: argparse.Namespace) -> int:

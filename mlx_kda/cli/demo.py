@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_kda.cli import common
+from mlx_kda.cli import checks, loading, output, parsing, reports
 from mlx_kda.cli.stopping import ending
 from mlx_kda.errors import UserError
+from mlx_kda.words import size
 
 if TYPE_CHECKING:
     from mlx_kda.convert import ConversionReport
@@ -36,33 +37,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--q-bits", type=int, choices=(2, 3, 4, 5, 6, 8), default=4, metavar="N")
     parser.add_argument(
-        "--max-tokens", type=common.number(int, 1), default=40, metavar="N", help="of each answer"
+        "--max-tokens", type=parsing.number(int, 1), default=40, metavar="N", help="of each answer"
     )
     parser.add_argument(
         "--tokens",
-        type=common.number(int, 64),
+        type=parsing.number(int, 64),
         default=2048,
         metavar="N",
         help="of the text that hides the pass key (default: 2048)",
     )
     parser.add_argument(
         "--policy",
+        type=parsing.policy,
         metavar="P",
         help="what the attention layers keep: exact (the default), window:N+S, int8, int4",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    from mlx_kda.cache import Policy
     from mlx_kda.demo import find_checkpoint, scratch_folder
 
-    start = time.perf_counter()
     source = find_checkpoint(args.source)
-    policy = str(Policy.parse(args.policy or "exact"))
+    config = checks.checkpoint(args.source or str(source))
+    if config is not None:
+        loading.note_policy(config, args.policy)
+
+    from mlx_kda.tokenizer import load_tokenizer
+
+    start = time.perf_counter()
+    policy = str(args.policy or "exact")
     with ending(), scratch_folder() as scratch:
         out = scratch / f"{source.resolve().name}-{args.q_bits}bit"
         report = _convert(source, out, args.q_bits)
-        model, tokenizer = common.load_model(str(out)), common.load_tokenizer(str(out))
+        model, tokenizer = loading.load_model(str(out)), load_tokenizer(out)
         _converse(model, tokenizer, policy, args.max_tokens)
         session, answer = _find_key(model, tokenizer, policy, args.tokens)
         _resume(session, answer, scratch / "demo.session")
@@ -85,10 +92,10 @@ def _convert(source: Path, out: Path, bits: int) -> "ConversionReport":
     kinds = " and ".join(f"{n} {kind.upper()}" for kind, n in planned.layers.items())
     _detail(
         f"{planned.model_type}: {kinds} layers, {planned.parameters / 1e6:,.1f} M parameters; "
-        f"plan: {common.size(planned.bytes_in)} -> {common.size(planned.bytes_out)}, peak memory "
-        f"{common.size(planned.peak_bytes)} (predicted)"
+        f"plan: {size(planned.bytes_in)} -> {size(planned.bytes_out)}, peak memory "
+        f"{size(planned.peak_bytes)} (predicted)"
     )
-    with common.progress("converting", unit="MB") as bar:
+    with output.progress("converting", unit="MB") as bar:
         report = convert(
             source, out, **wish, progress=lambda done, total, _: bar(done / 1e6, total / 1e6)
         )
@@ -120,7 +127,7 @@ def _converse(model: Any, tokenizer: Any, policy: str, max_tokens: int) -> None:
     statistics = Statistics()
     text = Session(model, tokenizer, policy)
     text.prefill(OPENING)
-    common.write(OPENING)
+    output.write(OPENING)
     _stream(text.generate(max_tokens, statistics=statistics))
     _detail(f"{statistics.generation_tokens} tokens, {statistics.generation_tps:.1f} a second")
 
@@ -164,8 +171,8 @@ def _reading(session: "Session", done: int, total: int, rate: float) -> str:
         held[layer.kind] += layer.bytes_at(done)
     return (
         f"{done:6,} of {total:,} tokens, {rate:,.0f} a second; KDA states "
-        f"{common.size(held['kda'])}, latents {common.size(held['mla'])}, peak memory "
-        f"{common.size(peak_memory()[0])}"
+        f"{size(held['kda'])}, latents {size(held['mla'])}, peak memory "
+        f"{size(peak_memory()[0])}"
     )
 
 
@@ -188,7 +195,7 @@ def _resume(session: "Session", answer: str, path: Path) -> None:
     if resumed.tokens != session.tokens:
         raise UserError("the resumed session went on differently: please report this")
     _detail(
-        f"{common.size(path.stat().st_size)}, saved in {saved:.2f} s, loaded in {loaded:.2f} s; "
+        f"{size(path.stat().st_size)}, saved in {saved:.2f} s, loaded in {loaded:.2f} s; "
         f"{known:,} tokens not read again; the same tokens as the session that stayed in memory"
     )
 
@@ -214,7 +221,7 @@ def _explain(session: "Session", dtype: str, asked: bool) -> None:
             _detail(doctor.describe(verdict))
     why = "as asked" if asked else "the default: nothing is left out or rounded"
     print(f"cache policy: {session.policy}, {why}")
-    for line in common.describe_layers(session.layers(), len(session.tokens)):
+    for line in reports.describe_layers(session.layers(), len(session.tokens)):
         _detail(line)
 
 
@@ -226,7 +233,7 @@ def _paths(model: Any, dtype: str) -> dict[str, str]:
     for name, tokens in (("prefill", PREFILL_STEP), ("decode", 1)):
         choice = model.kda_layers[0].choose(tokens, getattr(mx, dtype))
         if choice.kernel is None:
-            paths = common.kda_paths(model.args, dtype, prompt=PREFILL_STEP)
+            paths = reports.kda_paths(model.args, dtype, prompt=PREFILL_STEP)
             # The reason in brackets is the runner's, which stands above.
             return {name: why.partition(" (")[0] for name, why in paths.items()}
         paths[name] = f"{choice.kernel}: {choice.reason}"
@@ -247,8 +254,8 @@ def _stream(pieces: "Iterator[Piece]") -> str:
     text = []
     for piece in pieces:
         text.append(piece.text)
-        common.write(piece.text)
-    common.write("\n")
+        output.write(piece.text)
+    output.write("\n")
     return "".join(text)
 
 

@@ -6,35 +6,38 @@ Without MODEL the shapes of Kimi Linear 48B are checked, with random weights.
 import argparse
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from mlx_kda.cli import common
+from mlx_kda.cli import loading
+from mlx_kda.cli.parsing import number
 
 SUMMARY = "check the kernels on this machine"
+RUNNERS = ("auto", "metal", "cuda", "emulator", "emulator-fast", "ops")
 EXAMPLE = "mlx-kda doctor kimi-4bit\n  mlx-kda doctor --runner emulator-fast"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="folder of an MLX checkpoint")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="folder or hub id")
     parser.add_argument(
         "--runner",
+        choices=RUNNERS,
         default="auto",
         metavar="NAME",
         help="metal, cuda, emulator (checked, slow), emulator-fast; default: what a model would "
         "use here",
     )
-    parser.add_argument("--heads", type=common.number(int, 1), metavar="H", help="without MODEL")
+    parser.add_argument("--heads", type=number(int, 1, 1024), metavar="H", help="without MODEL")
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.model is not None:
+        args.model = loading.locate(args.model)
+
     from mlx_kda import doctor
     from mlx_kda.kernels import resolve
 
     runner, reason = resolve(args.runner)
-    if args.model is not None:
-        _known(args.model)
     report: dict[str, Any] = {
         "machine": doctor.machine(),
         "runner": runner,
@@ -60,15 +63,6 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(v.ok for v in verdicts) else 1
 
 
-def _known(folder: str) -> None:
-    """A UserError unless the folder holds a model that this package runs; hub ids pass."""
-    from mlx_kda.convert.source import HUB_ID, read_config
-    from mlx_kda.models import read_config as read_model
-
-    if Path(folder).is_dir() or not HUB_ID.match(folder):
-        read_model(read_config(Path(folder)))
-
-
 def _verdicts(folder: str | None, heads: int, runner: str) -> Iterator[Any]:
     """The checks of a model's kernels, or of kernels for the 48B's shapes with random weights."""
     import mlx.core as mx
@@ -77,7 +71,7 @@ def _verdicts(folder: str | None, heads: int, runner: str) -> Iterator[Any]:
     from mlx_kda.layers import KimiDeltaAttention, MoE
 
     if folder is not None:
-        model = common.load_model(folder)
+        model = loading.load_model(folder)
         yield from doctor.check_model(model, model.model.dtype, runner)
         return
     layer = KimiDeltaAttention(64, heads, 128, taps=4, norm_eps=1e-5)

@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_kda.cli import common
+from mlx_kda.cli import checks, loading, output, parsing, reports
+from mlx_kda.cli.keeping import Keeper
+from mlx_kda.cli.options import add_memory, add_sampling, sampling_options
 from mlx_kda.cli.stopping import Stopped, stopping
 from mlx_kda.errors import UserError
 
@@ -32,9 +34,17 @@ EXAMPLE = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="folder or hub id of a checkpoint")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--prompt", "-p", metavar="TEXT", help="the prompt; - reads standard input")
+    source.add_argument(
+        "--prompt",
+        "-p",
+        type=parsing.text,
+        metavar="TEXT",
+        help="the prompt; - reads standard input",
+    )
     source.add_argument("--prompt-file", metavar="FILE", help="a file in UTF-8; - as above")
-    parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
+    parser.add_argument(
+        "--system", type=parsing.text, metavar="TEXT", help="a system message before the prompt"
+    )
     parser.add_argument(
         "--raw", action="store_true", help="no chat template: go on from the text as it stands"
     )
@@ -51,31 +61,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="one JSON object with text, tokens and statistics"
     )
-    common.add_memory(parser)
-    common.add_sampling(parser)
+    add_memory(parser)
+    add_sampling(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.raw and args.system is not None:
         raise UserError("--system needs the chat template, which --raw leaves out: drop one")
+    checks.checkpoint(args.model)
+    exists = checks.session_file(args.session)
     prompt = _read_prompt(args)
     if prompt is not None and not prompt:
         raise UserError("the prompt is empty: give some text")
+    if prompt is None and not exists:
+        raise UserError("no prompt: give --prompt TEXT, --prompt-file FILE or text on a pipe")
+    args.model = loading.locate(args.model)
 
     from mlx_kda.generate import Statistics
 
-    session = _open(args, prompt)
+    keeper = Keeper(args.session)
+    session = _open(args, prompt, exists)
     statistics = Statistics()
     text, tokens = [], []
     with stopping() as stop:
-        with common.progress("reading") as bar:
+        with output.progress("reading") as bar:
             ids, pieces = _start(session, prompt, args, statistics, stop.watch(bar))
             try:
                 for piece in pieces:
                     text.append(piece.text)
                     tokens.append(piece.token)
                     if not args.json:
-                        common.write(piece.text)
+                        output.write(piece.text)
                     if stop:
                         break
             except Stopped:
@@ -83,45 +99,37 @@ def run(args: argparse.Namespace) -> int:
             except UserError:
                 raise  # the file of before is worth more than what an error left
             except BaseException:
-                _keep(args, session)
+                keeper.save(session)
                 raise
             finally:
                 pieces.close()
         if not args.json:
-            common.write("\n")
-        _keep(args, session)
+            output.write("\n")
+        keeper.save(session)
     if stop:
         statistics.finish_reason = "interrupted"
     _report(args, session, "".join(text), tokens, ids, statistics)
     if stop:
         kept = f"; {args.session} goes on from here" if args.session is not None else ""
-        common.note(f"mlx-kda: interrupted{kept}")
+        output.note(f"mlx-kda: interrupted{kept}")
         return stop.status
     return 0
 
 
-def _keep(args: argparse.Namespace, session: "Session") -> None:
-    if args.session is not None:
-        session.save(args.session)
-
-
-def _open(args: argparse.Namespace, prompt: str | None) -> "Session":
-    """The session of the file, or a new one, once it is known to fit."""
+def _open(args: argparse.Namespace, prompt: str | None, exists: bool) -> "Session":
+    """The session of the file, if it ``exists``, or a new one, once it is known to fit."""
     from mlx_kda.session import Session
+    from mlx_kda.tokenizer import load_tokenizer
 
-    exists = args.session is not None and Path(args.session).exists()
-    if args.session is not None and not Path(args.session).absolute().parent.is_dir():
-        raise UserError(f"--session {args.session}: there is no folder to save it in")
-    if prompt is None and not exists:
-        raise UserError("no prompt: give --prompt TEXT, --prompt-file FILE or text on a pipe")
-    tokenizer = common.load_tokenizer(args.model)
+    tokenizer = load_tokenizer(args.model)
     ids = tokenizer.encode(prompt or "")
-    common.check_memory(args, len(ids) + args.max_tokens, args.policy)
-    model = common.load_model(args.model)
+    loading.check_memory(args, len(ids) + args.max_tokens, args.policy)
+    model = loading.load_model(args.model)
+    loading.note_policy(model.args, args.policy)
     if exists:
-        session = common.load_session(args, args.session, model, tokenizer)
+        session = loading.load_session(args, args.session, model, tokenizer)
         tokens = len(session.context.tokens) + len(ids) + args.max_tokens
-        common.check_memory(args, tokens, str(session.policy))
+        loading.check_memory(args, tokens, session.policy)
         return session
     keep = {} if args.session is not None else {"checkpoint_bytes": 0}
     return Session(
@@ -145,7 +153,7 @@ def _start(
     from mlx_kda.generate import encode_prompt, stream_generate
 
     options = {
-        **common.sampling_options(args, session.context.model),
+        **sampling_options(args, session.context.model),
         "stop_ids": () if args.ignore_eos else None,
         "statistics": statistics,
     }
@@ -197,10 +205,10 @@ def _report(
         }
         print(json.dumps(result, ensure_ascii=False))
     if args.stats:
-        for line in common.describe(statistics):
-            common.note(line)
-        for line in common.describe_layers(session.layers(), len(session.context.tokens)):
-            common.note(line)
+        for line in reports.describe(statistics):
+            output.note(line)
+        for line in reports.describe_layers(session.layers(), len(session.context.tokens)):
+            output.note(line)
 
 
 def _read_prompt(args: argparse.Namespace) -> str | None:

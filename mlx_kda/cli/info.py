@@ -8,8 +8,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mlx_kda.cli import common
-from mlx_kda.errors import UserError
+from mlx_kda.cache.policy import Policy
+from mlx_kda.cli import loading, parsing, reports
+from mlx_kda.cli.options import LARGEST
+from mlx_kda.convert.folders import find_folder
+from mlx_kda.convert.folders import read_config as read_json
+from mlx_kda.errors import CheckpointError, UserError
+from mlx_kda.models import FAMILIES, read_config
+from mlx_kda.words import size
 
 SUMMARY = "what a checkpoint is and takes"
 EXAMPLE = (
@@ -25,11 +31,15 @@ CONTEXTS = {"8K": 8 * 1024, "128K": 128 * 1024, "1M": 1024 * 1024}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="folder of a checkpoint")
     parser.add_argument(
-        "--policy", default="exact", metavar="P", help="a cache policy (default: exact)"
+        "--policy",
+        type=parsing.policy,
+        default=Policy(),
+        metavar="P",
+        help="a cache policy (default: exact)",
     )
     parser.add_argument(
         "--context",
-        type=common.number(int, 1),
+        type=parsing.number(int, 1, LARGEST),
         default=CONTEXTS["128K"],
         metavar="N",
         help="tokens to count the bytes of each layer's cache for (default: 131072)",
@@ -38,26 +48,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    report = describe(Path(args.model), args.policy, args.context)
+    folder = find_folder(args.model)
+    if folder is None:
+        raise UserError(f"{args.model}: no such folder; info reads local folders")
+    raw = read_json(folder)
+    if raw.get("model_type") not in FAMILIES:
+        read_config(raw)  # says so, and which there are
+    report = describe(folder, args.policy, args.context)
     if args.json:
         report.pop("cache_lines", None)  # the same in words
         print(json.dumps(report, ensure_ascii=False))
     else:
         _print(report)
+    if report["problem"] is not None:
+        raise CheckpointError(f"{args.model} cannot run: {report['problem']}")
     return 0
 
 
-def describe(folder: Path, policy: str = "exact", context: int = 131072) -> dict[str, Any]:
+def describe(folder: Path, policy: str | Policy = "exact", context: int = 131072) -> dict[str, Any]:
     """The report as plain data; sizes in bytes, the cache under ``policy``.
 
     A whole checkpoint that cannot run is described too, with the reason under "problem".
     """
     from mlx_kda.convert import inspect
-    from mlx_kda.convert.source import read_config as read_json
-    from mlx_kda.models import read_config
 
-    if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder: name one that holds a config.json")
     found = inspect(folder)
     report = {
         **found.as_dict(),
@@ -66,11 +80,12 @@ def describe(folder: Path, policy: str = "exact", context: int = 131072) -> dict
     }
     if found.problem is None:
         config = read_config(read_json(folder))
+        loading.note_policy(config, Policy.parse(policy))
         report.update(_running(config, list(found.dtypes), policy, context))
     return report
 
 
-def _running(config: Any, dtypes: list[str], policy: str, context: int) -> dict[str, Any]:
+def _running(config: Any, dtypes: list[str], policy: str | Policy, context: int) -> dict[str, Any]:
     """What running it takes and which path its KDA layers go."""
     from mlx_kda.cache.report import describe as describe_cache
     from mlx_kda.models.config import KDA
@@ -90,8 +105,8 @@ def _running(config: Any, dtypes: list[str], policy: str, context: int) -> dict[
             name: sum(layer.bytes_at(n) for layer in layers) for name, n in CONTEXTS.items()
         },
         "cache": [{**vars(layer), "bytes_at": layer.bytes_at(context)} for layer in layers],
-        "cache_lines": common.describe_layers(layers, context),
-        "ops": common.kda_paths(config, name),
+        "cache_lines": reports.describe_layers(layers, context),
+        "ops": reports.kda_paths(config, name),
     }
 
 
@@ -117,7 +132,6 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
-    size = common.size
     kinds = ", ".join(f"{n} {kind.upper()}" for kind, n in report["layer_types"].items())
     rows = [
         ("model", f"{report['model_type']}, {FORMATS[report['format']]}"),

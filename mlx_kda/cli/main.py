@@ -13,7 +13,8 @@ import traceback
 from collections.abc import Sequence
 
 from mlx_kda import __version__
-from mlx_kda.cli.common import Parser, note, prepare_output
+from mlx_kda.cli.output import note, prepare_output
+from mlx_kda.cli.parsing import Parser
 from mlx_kda.errors import UserError
 
 COMMANDS = ("convert", "verify", "plan", "generate", "chat", "info", "bench", "doctor", "demo")

@@ -7,7 +7,9 @@ import argparse
 import json
 from typing import Any
 
-from mlx_kda.cli import common
+from mlx_kda.cli import checks, loading, parsing
+from mlx_kda.cli.options import LARGEST, add_prefill_step
+from mlx_kda.words import size
 
 SUMMARY = "what a model takes at a context, before it runs"
 EXAMPLE = (
@@ -20,26 +22,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="folder or hub id of a checkpoint")
     parser.add_argument(
         "--context",
-        type=common.number(int, 1),
+        type=parsing.number(int, 1, LARGEST),
         default=131072,
         metavar="N",
         help="tokens of prompt and answer (default: 131072)",
     )
     parser.add_argument(
         "--policy",
+        type=parsing.policy,
         action="append",
         metavar="P",
         help="a cache policy to show instead of the usual ones; may be repeated",
     )
-    common.add_prefill_step(parser)
+    add_prefill_step(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    from mlx_kda import plan
+    config = checks.checkpoint(args.model)
+    if config is not None:
+        loading.check_context(config, args.context)
 
-    config, weights, dtype = common.running(args.model)
-    common.check_context(config, args.context)
+    from mlx_kda import plan
+    from mlx_kda.context import prefill_step
+
+    if args.prefill_step is None:
+        args.prefill_step = prefill_step()
+    config, weights, dtype = loading.running(loading.locate(args.model))
+    loading.check_context(config, args.context)
+    for policy in args.policy or ():
+        loading.note_policy(config, policy)
     memory = plan.machine()
     policies = args.policy or plan.POLICIES
     needs = [
@@ -71,17 +83,17 @@ def _print(args: argparse.Namespace, dtype: str, memory: Any, needs: list[Any]) 
     for one in needs:
         sizes = (one.weights, one.states, one.latents, one.working, one.total)
         fits = "fits" if one.total <= memory.usable else "does not fit"
-        table.add_row(one.policy, *(common.size(n) for n in sizes), fits)
+        table.add_row(one.policy, *(size(n) for n in sizes), fits)
     console = Console(highlight=False, markup=False)
     console.width = max(console.width, 110)
     console.print(f"{args.model}: {args.context:,} tokens, computing in {dtype}")
     console.print(table)
     console.print(
-        f"this machine: {common.size(memory.total)}, of which {common.size(memory.usable)} usable "
+        f"this machine: {size(memory.total)}, of which {size(memory.usable)} usable "
         f"({memory.source})"
     )
     console.print(
         f"working set: predicted, for prompts read {args.prefill_step:,} tokens at a time; a "
         "window and fewer bits are approximations"
     )
-    console.print(f"a session holds up to {common.size(DEFAULT_BUDGET)} of checkpoints besides")
+    console.print(f"a session holds up to {size(DEFAULT_BUDGET)} of checkpoints besides")

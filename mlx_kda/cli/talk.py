@@ -5,9 +5,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_kda.cli import common
+from mlx_kda.cli import output, reports
+from mlx_kda.cli.keeping import Keeper
+from mlx_kda.cli.options import add_sampling
+from mlx_kda.cli.parsing import Parser
 from mlx_kda.cli.stopping import Stopped, stopping
 from mlx_kda.errors import UserError
+from mlx_kda.words import size
 
 if TYPE_CHECKING:
     from mlx_kda.generate import Piece, Statistics
@@ -34,16 +38,19 @@ Options = Callable[[argparse.Namespace, Any], dict[str, Any]]
 class Talk:
     """The conversations of one chat, and the one that is spoken in now."""
 
-    def __init__(self, session: "Session", options: Options):
+    def __init__(self, session: "Session", options: Options, path: str | None = None):
+        """``path`` is the file that the conversation is kept in."""
         self.session = session
+        self._keeper = Keeper(path)
+        self._unsaved = True
         self.name = "main"
         self.kept: dict[str, Session] = {}
         self.last: Statistics | None = None
         self.draft = ""  # what the next line begins with, after /edit
         self.ended: int | None = None  # the exit status of a signal that ends the chat
         self._options = options
-        parser = common.Parser(add_help=False)
-        common.add_sampling(parser)
+        parser = Parser(add_help=False)
+        add_sampling(parser)
         self._parser = parser
         self.settings = parser.parse_args([])
 
@@ -51,11 +58,21 @@ class Talk:
         """Take the sampling options among ``values``."""
         vars(self.settings).update({k: v for k, v in values.items() if k in vars(self.settings)})
 
+    def keep(self, *, at_end: bool = False) -> None:
+        """Save what was said since, if that is wanted; in between not all of the time."""
+        if not self._unsaved:
+            return
+        if at_end:
+            with stopping():  # a Ctrl-C does not cut it short, a second one does
+                self._keeper.save(self.session)
+        self._unsaved = not at_end and not self._keeper.now_and_then(self.session)
+
     def take(self, line: str) -> bool:
         """Act on one line of input; False to end."""
         line = line.strip()
         if not line:
             return True
+        self._unsaved = True
         if not line.startswith("/"):
             self._answer(lambda **options: self.session.send(line, **options))
             return self.ended is None
@@ -64,12 +81,12 @@ class Talk:
             return False
         command = getattr(self, f"_{word}_command", None)
         if command is None:
-            common.note(f"no command /{word}: /help lists them")
+            output.note(f"no command /{word}: /help lists them")
             return True
         try:
             command(rest.strip())
         except UserError as error:
-            common.note(f"mlx-kda: {error}")
+            output.note(f"mlx-kda: {error}")
         return self.ended is None
 
     @property
@@ -84,8 +101,8 @@ class Talk:
         limit = f" of {context.limit:,}" if context.limit else ""
         parts.append(f"context {len(context.tokens):,}{limit}")
         held = context.nbytes + context.checkpoints.nbytes
-        peak = "" if last is None else f", peak {common.size(last.peak_memory)}"
-        parts.append(f"cache {common.size(held)}{peak}")
+        peak = "" if last is None else f", peak {size(last.peak_memory)}"
+        parts.append(f"cache {size(held)}{peak}")
         if last is not None:
             parts.append(
                 f"this turn: {last.reused_tokens:,} re-used, {last.prefilled_tokens:,} prefilled"
@@ -97,7 +114,7 @@ class Talk:
         from mlx_kda.generate import Statistics
 
         statistics = Statistics()
-        with stopping() as stop, common.progress("reading") as bar:
+        with stopping() as stop, output.progress("reading") as bar:
             try:
                 pieces = start(
                     progress=stop.watch(bar),
@@ -106,36 +123,36 @@ class Talk:
                     **self._options(self.settings, self.session.context.model),
                 )
                 for piece in pieces:
-                    common.write(piece.text)
+                    output.write(piece.text)
                     if stop:
                         break
                 pieces.close()
-            except (Stopped, KeyboardInterrupt):
-                pass  # a second Ctrl-C cuts a step short, which is undone
+            except Stopped:
+                pass
             except UserError as error:
                 if statistics.generation_tokens:
-                    common.write("\n")
-                common.note(f"mlx-kda: {error}")
+                    output.write("\n")
+                output.note(f"mlx-kda: {error}")
                 return
             if stop:
                 statistics.finish_reason = "interrupted"
             self.ended = stop.status if stop.ends else None
-        common.write("\n")
+        output.write("\n")
         if statistics.finish_reason == "interrupted":
-            common.note("(stopped)")
+            output.note("(stopped)")
         self.last = statistics
 
     def _help_command(self, rest: str) -> None:
-        common.note(HELP)
+        output.note(HELP)
 
     def _reset_command(self, rest: str) -> None:
         self.session.reset()
         self.last = None
-        common.note("the conversation is forgotten")
+        output.note("the conversation is forgotten")
 
     def _undo_command(self, rest: str) -> None:
         text = self.session.undo()
-        common.note("there is nothing to take back" if text is None else f"took back: {text}")
+        output.note("there is nothing to take back" if text is None else f"took back: {text}")
 
     def _regen_command(self, rest: str) -> None:
         self._answer(self.session.regenerate)
@@ -148,7 +165,7 @@ class Talk:
             self._answer(lambda **options: self.session.send(rest, **options))
         else:
             self.draft = text
-            common.note(f"took back: {text}")
+            output.note(f"took back: {text}")
 
     def _fork_command(self, rest: str) -> None:
         name = rest or f"fork {len(self.kept) + 1}"
@@ -156,7 +173,7 @@ class Talk:
             raise UserError(f"there is a conversation {name!r} already")
         fork = self.session.fork()
         self.kept[self.name] = self.session
-        common.note(f"{self.name!r} is kept; this is {name!r} now (/switch goes back)")
+        output.note(f"{self.name!r} is kept; this is {name!r} now (/switch goes back)")
         self.session, self.name = fork, name
 
     def _switch_command(self, rest: str) -> None:
@@ -164,19 +181,19 @@ class Talk:
             for name in (self.name, *self.kept):
                 session = self.session if name == self.name else self.kept[name]
                 here = " (here)" if name == self.name else ""
-                common.note(f"{name}: {len(session.context.tokens):,} tokens{here}")
+                output.note(f"{name}: {len(session.context.tokens):,} tokens{here}")
             return
         if rest not in self.kept:
             raise UserError(f"there is no conversation {rest!r} to switch to")
         self.kept[self.name] = self.session
         self.session, self.name = self.kept.pop(rest), rest
-        common.note(f"this is {rest!r}")
+        output.note(f"this is {rest!r}")
 
     def _save_command(self, rest: str) -> None:
         if not rest:
             raise UserError("name a file: /save FILE")
         self.session.save(Path(rest).expanduser())
-        common.note(f"saved {rest}")
+        output.note(f"saved {rest}")
 
     def _load_command(self, rest: str) -> None:
         if not rest:
@@ -189,16 +206,16 @@ class Talk:
             prefill_step=session.prefill_step,
         )
         self.last = None
-        common.note(f"going on with {len(self.session.messages)} messages of {rest}")
+        output.note(f"going on with {len(self.session.messages)} messages of {rest}")
 
     def _system_command(self, rest: str) -> None:
         self.session.set_system(rest or None)
-        common.note("the system message is " + (f"now: {rest}" if rest else "left out"))
+        output.note("the system message is " + (f"now: {rest}" if rest else "left out"))
 
     def _set_command(self, rest: str) -> None:
         if not rest:
             for name, value in vars(self.settings).items():
-                common.note(f"{name.replace('_', '-')} {value}")
+                output.note(f"{name.replace('_', '-')} {value}")
             return
         name, _, value = rest.replace("=", " ", 1).partition(" ")
         self._set(name.strip().lstrip("-").replace("_", "-"), value.strip())
@@ -221,16 +238,14 @@ class Talk:
             except argparse.ArgumentTypeError as error:
                 raise UserError(f"{name}: {error}") from None
         setattr(self.settings, action.dest, parsed)
-        common.note(f"{name} {parsed}")
+        output.note(f"{name} {parsed}")
 
     def _stats_command(self, rest: str) -> None:
         context = self.session.context
         limit = f" of {context.limit:,}" if context.limit else ""
-        for line in common.describe(self.last) if self.last else ["nothing answered yet"]:
-            common.note(line)
-        common.note(f"context: {len(context.tokens):,} tokens{limit}")
-        common.note(
-            f"checkpoints: {len(context.checkpoints)}, {common.size(context.checkpoints.nbytes)}"
-        )
-        for line in common.describe_layers(self.session.layers(), len(context.tokens)):
-            common.note(line)
+        for line in reports.describe(self.last) if self.last else ["nothing answered yet"]:
+            output.note(line)
+        output.note(f"context: {len(context.tokens):,} tokens{limit}")
+        output.note(f"checkpoints: {len(context.checkpoints)}, {size(context.checkpoints.nbytes)}")
+        for line in reports.describe_layers(self.session.layers(), len(context.tokens)):
+            output.note(line)

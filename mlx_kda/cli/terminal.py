@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from mlx_kda.cli import common
+from mlx_kda.cli import output
 
 if TYPE_CHECKING:
     from mlx_kda.cli.talk import Talk
@@ -46,16 +46,16 @@ class Terminal:
             try:
                 yield read()
             except EOFError:
-                common.note("")
+                output.note("")
                 return
             except KeyboardInterrupt:
-                common.note("(/exit or Ctrl-D ends)")
+                output.note("(/exit or Ctrl-D ends)")
 
     def after(self, talk: "Talk") -> None:
         """What is shown and kept between two lines."""
         self._draft, talk.draft = talk.draft, ""
         if self.interactive and talk.last is not None:
-            common.note(f"[{talk.status()}]")
+            output.note(f"[{talk.status()}]")
 
     def _edited(self) -> str:
         default, self._draft = self._draft, ""

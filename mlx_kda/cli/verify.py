@@ -51,8 +51,9 @@ def run(args: argparse.Namespace) -> int:
             if getattr(args, name) is not None:
                 flag = "--" + name.replace("_", "-")
                 raise UserError(f"{flag} needs --source: without one nothing is compared")
-    for path in filter(None, (args.folder, args.source)):
-        checks.folder(path)
+    checks.converted(args.folder)
+    if args.source is not None:
+        checks.folder(args.source)
 
     from mlx_kda.convert import verify
 

@@ -1,0 +1,95 @@
+"""A command's model, tokenizer and session, and whether what is asked of them can fit."""
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from mlx_kda.cli import checks
+from mlx_kda.cli.output import note, status
+from mlx_kda.errors import UserError
+
+if TYPE_CHECKING:
+    from mlx_kda.cache import Policy
+
+
+def locate(path: str) -> str:
+    """The folder of a checkpoint that can run: the one named, or where a hub id was downloaded."""
+    if checks.checkpoint(path) is not None:
+        return path
+    from mlx_kda.convert.source import open_source
+
+    folder = str(open_source(path).folder)
+    checks.checkpoint(folder)
+    return folder
+
+
+def running(folder: str) -> tuple[Any, int, str]:
+    """Config, bytes of weights, and the dtype it computes in, of a checkpoint that can run."""
+    from mlx_kda.convert import inspect
+    from mlx_kda.plan import activation_dtype
+
+    found = inspect(folder)
+    if found.problem is not None:
+        raise UserError(found.problem)
+    return checks.checkpoint(folder), found.nbytes, activation_dtype(found.dtypes)
+
+
+def note_policy(config: Any, policy: "Policy | None") -> None:
+    """Say that a policy changes nothing, where a model has no layer that it could change."""
+    if policy is not None and not policy.exact and "mla" not in config.layer_types:
+        note(
+            f"policy {policy} changes nothing here: this model has KDA layers only, whose cache "
+            "does not grow"
+        )
+
+
+def check_context(config: Any, tokens: int) -> None:
+    """Raise UserError for more tokens than the model was made for."""
+    if tokens > config.model_max_length:
+        raise UserError(
+            f"{tokens:,} tokens are more than the model's context of {config.model_max_length:,}"
+        )
+
+
+def check_memory(args: argparse.Namespace, tokens: int, policy: "Policy | None") -> None:
+    """Raise UserError where a text of so many tokens cannot fit, unless --force was given."""
+    from mlx_kda import plan
+
+    config, weights, dtype = running(args.model)
+    tokens = min(tokens, config.model_max_length)
+    wanted = plan.need(
+        config, weights, plan.FLOATS[dtype], tokens, policy or "exact", args.prefill_step
+    )
+    if not args.force:
+        plan.check(wanted)
+
+
+def load_model(folder: str) -> Any:
+    """The model of a folder, with a word on standard error meanwhile."""
+    import mlx.core as mx
+
+    from mlx_kda.models import load_model as load
+
+    with status(f"loading {folder}"):
+        model = load(folder)
+    limit = mx.device_info(mx.default_device()).get("max_recommended_working_set_size")
+    if mx.metal.is_available() and limit:  # a Mac's CPU has no such limit
+        # Weights kept resident: without it macOS may page them out between two tokens.
+        mx.set_wired_limit(limit)
+    return model
+
+
+def load_session(args: argparse.Namespace, path: str, model: Any, tokenizer: Any) -> Any:
+    """The session of a file; UserError where the command asks for another than it is."""
+    from mlx_kda.session import Session
+
+    session = Session.load(path, model, tokenizer, prefill_step=args.prefill_step)
+    if args.policy is not None and args.policy != session.policy:
+        raise UserError(
+            f"{path} was saved under the policy {session.policy}, not {args.policy}: leave out "
+            "--policy, or name another file"
+        )
+    if args.system is not None and args.system != session.system:
+        raise UserError(
+            f"{path} has another system message: leave --system out, or name another file"
+        )
+    return session

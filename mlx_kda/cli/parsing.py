@@ -1,0 +1,71 @@
+"""How options are read: the parser's manners, and argparse types that refuse in one line."""
+
+import argparse
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from mlx_kda.cache.policy import Policy
+from mlx_kda.errors import UserError
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with examples left as they are and a mistake told in one line."""
+
+    def __init__(self, **kwargs: Any):
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> None:
+        line = " ".join(message.split())  # a value may hold line breaks, and be long
+        line = re.sub(r"\S{61,}", lambda found: found[0][:40] + "...", line)
+        self.exit(2, f"{self.prog}: {line} (see {self.prog} --help)\n")
+
+
+def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], Any]:
+    """An argparse type: an int or a finite float in [low, high]."""
+    span = f"{low} or more" if high == math.inf else f"between {low} and {high}"
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not low <= value <= high or value == math.inf:
+            word = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {word}, {span}")
+        return value
+
+    return parse
+
+
+def numbers(text: str) -> list[int]:
+    """An argparse type: whole numbers of 1 or more, as in 1,512,2048."""
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or min(values) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list like 1,512,2048")
+    return values
+
+
+def policy(text: str) -> Policy:
+    """An argparse type: a cache policy by its name."""
+    try:
+        return Policy.parse(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def text(value: str) -> str:
+    """An argparse type: text in which every character can be encoded.
+
+    Bytes of an argument that are not UTF-8 arrive as lone surrogates, which no tokenizer takes.
+    """
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError("this is not text in UTF-8") from None
+    return value

@@ -1,0 +1,89 @@
+"""Statistics, caches and kernels in words."""
+
+from typing import TYPE_CHECKING, Any
+
+from mlx_kda.words import size
+
+if TYPE_CHECKING:
+    from mlx_kda.cache.report import LayerReport
+    from mlx_kda.generate import Statistics
+
+_ENDS = {"stop": "an end token", "length": "the limit of tokens", "interrupted": "Ctrl-C"}
+
+
+def describe(statistics: "Statistics") -> list[str]:
+    """The statistics of one generation, as lines."""
+    s = statistics
+    reused = f", {s.reused_tokens:,} more were in the cache" if s.reused_tokens else ""
+    by = "MLX" if s.peak_memory_source == "mlx" else "the whole process"
+    guessed = (
+        [f"speculation: {s.accepted_tokens:,} of {s.drafted_tokens:,} guessed tokens were right"]
+        if s.drafted_tokens
+        else []
+    )
+    return [
+        f"prompt: {s.prefilled_tokens:,} tokens, {s.prompt_tps:.1f} tokens/s{reused}",
+        f"generation: {s.generation_tokens:,} tokens, {s.generation_tps:.1f} tokens/s"
+        + (f", ended by {_ENDS[s.finish_reason]}" if s.finish_reason else ""),
+        *guessed,
+        f"cache: {size(s.cache_bytes)}, policy {s.policy}",
+        f"peak memory: {size(s.peak_memory)} ({by})",
+    ]
+
+
+def describe_layers(layers: "list[LayerReport]", tokens: int) -> list[str]:
+    """What is in force in each layer's cache, layers that are alike on one line."""
+    groups: dict[tuple, list[LayerReport]] = {}
+    for layer in layers:
+        groups.setdefault((layer.kind, layer.in_force, layer.asked), []).append(layer)
+    lines = []
+    for (kind, in_force, asked), same in groups.items():
+        numbers = _ranges([layer.index for layer in same])
+        asked_for = f" (asked for {asked})" if kind == "mla" else ""
+        at = sum(layer.bytes_at(tokens) for layer in same)
+        now = [layer.now for layer in same if layer.now is not None]
+        allocated = f", {size(sum(now))} allocated now" if now else ""
+        lines.append(
+            f"{kind.upper()} layers {numbers}: {in_force}{asked_for}: "
+            f"{size(at)} at {tokens:,} tokens{allocated}"
+        )
+    return lines
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Ascending numbers with runs shortened: 0-2, 4-6."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1][1:] = [n]
+        else:
+            runs.append([n])
+    return ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def kda_paths(config: Any, dtype: str, prompt: int = 2048) -> dict[str, str]:
+    """What runs a model's KDA layers on this machine for one sequence, and why.
+
+    By "prefill" (of ``prompt`` tokens) and "decode"; ``config`` is the model's, ``dtype`` what
+    it computes in.
+    """
+    import mlx.core as mx
+
+    import mlx_kda
+    from mlx_kda.kernels import resolve
+    from mlx_kda.kernels.layer import choose
+
+    H, (Hv, Dv, Dk) = config.linear_num_heads, config.linear_state_shape
+    on_kernels = resolve()[0] != "ops"
+    paths = {}
+    for name, T in (("prefill", prompt), ("decode", 1)):
+        choice = choose(T, Dk, Dv, getattr(mx, dtype), config.linear_conv_kernel_dim)
+        if on_kernels and choice.kernel is not None:
+            paths[name] = f"{choice.kernel}: {choice.reason}"
+            continue
+        # Nobody evaluates these: they stand for their shapes.
+        k, v = (mx.zeros((1, T, *s), dtype=getattr(mx, dtype)) for s in ((H, Dk), (Hv, Dv)))
+        g, beta = mx.zeros((1, T, Hv, Dk)), mx.zeros((1, T, Hv))
+        chosen = mlx_kda.explain(k, k, v, g, beta, runner="ops" if on_kernels else "auto")
+        paths[name] = f"{chosen.path}: {choice.reason}" if on_kernels else str(chosen)
+    return paths

@@ -1,0 +1,194 @@
+"""Simple mistakes are told in one line before anything heavy is imported."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from mlx_kda.cli.main import COMMANDS, build_parser
+
+# Runs a command and reports what was imported meanwhile.
+RUN = """
+import json, sys
+from mlx_kda.cli.main import main
+try:
+    status = main(sys.argv[1:])
+except SystemExit as stop:
+    status = stop.code
+heavy = {"mlx", "mlx_lm", "transformers", "numpy", "tokenizers", "torch"} & set(sys.modules)
+print(json.dumps([status, sorted(heavy)]), file=sys.stderr)
+"""
+
+
+def attempt(*argv, cwd=None, stdin=""):
+    """(status, what it told, heavy modules imported)."""
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, *argv], cwd=cwd, input=stdin, capture_output=True, text=True
+    )
+    *told, last = done.stderr.splitlines()
+    status, heavy = json.loads(last)
+    return status, told, heavy
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """A folder with a checkpoint's outside and with what is none."""
+    from helpers.tiny import tiny_config
+
+    here = tmp_path_factory.mktemp("mistakes")
+
+    def folder(name, config, weights=True):
+        (here / name).mkdir()
+        (here / name / "config.json").write_text(config)
+        if weights:
+            (here / name / "model.safetensors").write_bytes(b"")
+
+    good = tiny_config()
+    folder("model", json.dumps(good))
+    folder("other", json.dumps({**good, "model_type": "llama"}))
+    folder("rotary", json.dumps({**good, "mla_use_nope": False}))
+    folder("damaged", "{")
+    folder("list", "[]")
+    folder("weightless", json.dumps(good), weights=False)
+    (here / "empty").mkdir()
+    (here / "latin1.txt").write_bytes("caf\xe9".encode("latin1"))
+    (here / "empty.txt").write_text("")
+    (here / "notes.txt").write_text("these are no session and no model\n")
+    (here / "short.session").write_bytes((500).to_bytes(8, "little") + b"{")
+    return here
+
+
+MODELS = {
+    "nowhere": "nowhere: no such folder",
+    "./no/where": "no such folder",
+    "notes.txt": "notes.txt is a file",
+    "empty": "empty is no checkpoint: it has no config.json",
+    "damaged": "is damaged",
+    "list": "not a JSON object",
+    "other": "model_type 'llama' is not supported; supported: kimi_linear, kda",
+    "weightless": "has no .safetensors file",
+    "rotary": "mla_use_nope=False (rotary MLA) is not supported",
+}
+TAKES_MODEL = {
+    "generate": ["--prompt", "x"],
+    "chat": [],
+    "plan": [],
+    "doctor": [],
+    "demo": [],
+    "info": [],
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("command", TAKES_MODEL)
+def test_a_wrong_model_is_told_at_once(here, command, model):
+    if command == "info" and model in ("weightless", "rotary"):
+        pytest.skip("info describes what cannot run")
+    status, told, heavy = attempt(command, model, *TAKES_MODEL[command], cwd=here)
+    assert status == 2 and len(told) == 1 and MODELS[model] in told[0], told
+    assert heavy == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["generate", "model", "--prompt", ""], "the prompt is empty"),
+        (["generate", "model", "--prompt-file", "empty.txt"], "the prompt is empty"),
+        (["generate", "model", "--prompt-file", "latin1.txt"], "latin1.txt is not text in UTF-8"),
+        (["generate", "model", "--prompt-file", "none.txt"], "cannot read none.txt"),
+        (["generate", "model", "--prompt-file", "empty"], "cannot read empty"),
+        (["generate", "model", "--prompt", "x", "--raw", "--system", "y"], "--system needs"),
+        (["generate", "model", "--prompt", "x", "--session", "no/s"], "no folder to save it in"),
+        (["generate", "model", "--prompt", "x", "--session", "empty"], "empty is a folder"),
+        (["generate", "model", "--prompt", "x", "--session", "notes.txt"], "no session"),
+        (["generate", "model", "--prompt", "x", "--session", "short.session"], "truncated"),
+        (["chat", "model", "--resume", "none"], "none cannot be read"),
+        (["chat", "model", "--resume", "notes.txt"], "no session of mlx-kda"),
+        (["chat", "model", "--session", "no/s"], "no folder to save it in"),
+        (["plan", "model", "--context", "2000000"], "more than the model's context of 1,048,576"),
+        (["convert", "nowhere", "out"], "nowhere: no such folder"),
+        (["convert", "empty", "out"], "it has no config.json"),
+        (["verify", "nowhere"], "nowhere is no converted model"),
+        (["verify", "model", "--source", "nowhere"], "nowhere: no such folder"),
+        (["bench", "model", "nowhere"], "nowhere: no such folder"),
+        (["bench", "convert", "nowhere"], "nowhere: no such folder"),
+        (["bench", "quality", "nowhere", "--text", "notes.txt"], "nowhere: no such folder"),
+        (["bench", "plot", "none.json", "out"], "none.json"),
+    ],
+)
+def test_a_simple_mistake_is_told_at_once(here, argv, words):
+    status, told, heavy = attempt(*argv, cwd=here)
+    assert status == 2 and len(told) == 1 and words in told[0], told
+    assert heavy == []
+
+
+SAMPLING = ["--max-tokens", "--temp", "--top-p", "--top-k", "--min-p", "--repetition-penalty"]
+WRONG = ["nan", "inf", "-1", "1e12", "x", "", "9" * 5000, "1" + "0" * 300 + ".5"]
+NUMBERS = {
+    **{("generate", "m", "--prompt", "x", option): WRONG for option in (*SAMPLING, "--seed")},
+    **{("chat", "m", option): WRONG for option in (*SAMPLING, "--seed", "--prefill-step")},
+    ("generate", "m", "--prompt", "x", "--prefill-step"): ["0", *WRONG],
+    ("plan", "m", "--context"): ["0", *WRONG],
+    ("plan", "m", "--prefill-step"): ["0", *WRONG],
+    ("info", "m", "--context"): ["0", *WRONG],
+    ("doctor", "--heads"): ["0", "1.5", *WRONG],
+    ("demo", "--tokens"): ["0", *WRONG],
+    ("demo", "--max-tokens"): ["0", *WRONG],
+    ("demo", "--q-bits"): ["0", "7", *WRONG],
+    ("verify", "m", "--max-tokens"): ["0", *WRONG],
+    ("verify", "m", "--max-kl"): ["nan", "-1", "x"],
+    ("verify", "m", "--min-top1"): ["nan", "-1", "1.5", "x"],
+    ("convert", "a", "b", "--q-bits"): ["0", "7", *WRONG],
+    ("convert", "a", "b", "--q-group-size"): ["0", "7", *WRONG],
+    ("convert", "a", "b", "--target-bpw"): ["nan", "inf", "-1", "0", "x"],
+    ("convert", "a", "b", "--shard-size"): ["nan", "inf", "-1", "0", "x", "9" * 400 + "G"],
+    ("bench", "op", "--tokens"): ["0", "1,,2", "1,x", *WRONG],
+    ("bench", "op", "--budget"): WRONG,
+    ("bench", "op", "--samples"): ["0", *WRONG],
+    ("bench", "op", "--dim"): ["0", *WRONG],
+    ("bench", "op", "--batch"): ["0", *WRONG],
+    ("bench", "convert", "m", "--q-bits"): ["0", "7", *WRONG],
+    ("bench", "endurance", "--steps"): WRONG,
+    ("bench", "counters", "--dim"): ["0", "33", *WRONG],
+    ("bench", "all", "--report", "x", "--budget"): WRONG,
+}
+
+
+@pytest.mark.parametrize(
+    ("argv", "value"), [(argv, value) for argv, values in NUMBERS.items() for value in values]
+)
+def test_numbers_out_of_range_are_one_line(argv, value, capsys):
+    with pytest.raises(SystemExit) as stop:
+        build_parser().parse_args([*argv[:-1], f"{argv[-1]}={value}"])
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and out == "" and err.count("\n") == 1
+    assert argv[-1] in err and len(err) < 300
+
+
+def test_numbers_at_the_ends_of_their_ranges_are_taken():
+    flags = "--temp 100 --top-p 1 --min-p 1 --top-k 1000000000 --seed 18446744073709551615"
+    args = build_parser().parse_args(["chat", *flags.split(), "--max-tokens=0", "--temp=1e-300"])
+    assert args.seed == 2**64 - 1 and args.temp == 1e-300 and args.max_tokens == 0
+
+
+def test_an_argument_that_is_no_utf8_is_one_line(capfd):
+    done = subprocess.run(
+        [sys.executable, "-m", "mlx_kda", "generate", "m", b"--prompt=caf\xe9"], capture_output=True
+    )
+    assert (
+        done.returncode == 2
+        and done.stderr.count(b"\n") == 1
+        and b"not text in UTF-8" in done.stderr
+    )
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], *([c, "--help"] for c in COMMANDS)])
+def test_help_and_version_import_nothing_heavy(argv):
+    assert attempt(*argv) == (0, [], [])
+
+
+def test_info_of_an_unknown_model_type_is_a_mistake(here):
+    """It used to describe the folder and to exit with 0."""
+    status, told, _ = attempt("info", "other", "--json", cwd=here)
+    assert status == 2 and len(told) == 1
