@@ -71,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
                     break
                 terminal.after(talk)
                 talk.keep()
+                if talk.ended is not None:
+                    break
         finally:
             talk.keep(at_end=True)
     return talk.ended or 0

@@ -62,10 +62,12 @@ class Talk:
         """Save what was said since, if that is wanted; in between not all of the time."""
         if not self._unsaved:
             return
-        if at_end:
-            with stopping():  # a Ctrl-C does not cut it short, a second one does
+        with stopping() as stop:  # a Ctrl-C does not cut it short, a second one does
+            if at_end:
                 self._keeper.save(self.session)
-        self._unsaved = not at_end and not self._keeper.now_and_then(self.session)
+            self._unsaved = not at_end and not self._keeper.now_and_then(self.session)
+        if stop.ends:
+            self.ended = stop.status
 
     def take(self, line: str) -> bool:
         """Act on one line of input; False to end."""

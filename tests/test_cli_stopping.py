@@ -1,0 +1,244 @@
+"""Ctrl-C and SIGTERM: a step is finished; a second Ctrl-C ends at once and what was saved stays."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from helpers.program import PROGRAM
+
+import mlx_kda
+from mlx_kda import files
+from mlx_kda.cli.keeping import Keeper
+from mlx_kda.cli.options import sampling_options
+from mlx_kda.cli.stopping import WAITING, stopping
+from mlx_kda.cli.talk import Talk
+from mlx_kda.context import CPU_STEP, Context
+from mlx_kda.errors import UserError
+from mlx_kda.session import Session
+
+# The program, whose steps (or whose saving) last as long as nobody waits for: the main thread is in
+# a call that does not come back to Python's handlers in time.
+SLOW = """
+import sys, time
+from mlx_kda.cache import files
+from mlx_kda.cli.main import main
+from mlx_kda.context import Context
+
+def slow(self, chunk, last):
+    print("READING", file=sys.stderr, flush=True)
+    time.sleep(120)
+
+def slow_save(path, specs, tensors, metadata):
+    path.write_bytes(b"begun")
+    print("SAVING", file=sys.stderr, flush=True)
+    time.sleep(120)
+
+if sys.argv[1] == "reading":
+    Context._absorb = slow
+else:
+    files.write_file = slow_save
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def start(where, *argv):
+    """The program, once it is in what is slow."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW, where, *argv],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    if argv[0] == "chat":
+        process.stdin.write(b"hello\n")
+        process.stdin.close()
+        process.stdin = None
+    told(process, where.upper())
+    return process
+
+
+def told(process, words):
+    """Read its standard error through the line with these words."""
+    lines = []
+    for line in process.stderr:
+        lines.append(line.decode())
+        if words in lines[-1]:
+            return
+    raise AssertionError(f"{words!r} was not told: {lines}")
+
+
+@pytest.fixture
+def saved(tiny_model, tmp_path):
+    """A session's file in a folder of its own."""
+    session = Session(*tiny_model)
+    session.prefill([1, 2, 3])
+    session.save(tmp_path / "s")
+    return tmp_path / "s"
+
+
+@pytest.mark.parametrize(
+    ("command", "where"), [("generate", "reading"), ("generate", "saving"), ("chat", "reading")]
+)
+def test_a_second_ctrl_c_ends_at_once(tiny_mlx, saved, command, where):
+    """Although the step would take two minutes; the session of before stays, nothing is left."""
+    before = saved.read_bytes()
+    flags = ["--prompt", "hello", "--raw"] if command == "generate" else []
+    process = start(
+        where, command, str(tiny_mlx), *flags, "--max-tokens", "2", "--session", str(saved)
+    )
+    process.send_signal(signal.SIGINT)
+    told(process, WAITING)
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - began < 30  # of the 120
+    assert process.returncode == 130
+    assert err.decode().strip() == "mlx-kda: ended at once"
+    assert saved.read_bytes() == before
+    assert os.listdir(saved.parent) == [saved.name]
+
+
+def test_a_key_held_down_is_one_ctrl_c():
+    """What comes within a moment of the first signal belongs to it."""
+    with stopping() as stop:
+        for _ in range(5):
+            signal.raise_signal(signal.SIGINT)
+        assert stop and not stop.ends
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_a_chat_saves_does_not_cut_it_short(tiny_model, tmp_path, sent):
+    """Ctrl-C is no end of a chat; SIGTERM is one, once the file is whole."""
+    session = Session(*tiny_model)
+    talk = Talk(session, sampling_options, str(tmp_path / "s"))
+    save = session.save
+
+    def interrupted(path):
+        signal.raise_signal(sent)
+        save(path)
+
+    session.save = interrupted
+    session.prefill([1, 2, 3])
+    talk.keep()
+    assert Session.load(tmp_path / "s", *tiny_model).tokens == [1, 2, 3]
+    assert talk.ended == (None if sent == signal.SIGINT else 128 + sent)
+
+
+def test_sigterm_after_ctrl_c_still_ends_the_program():
+    with stopping() as stop:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.ends and stop.status == 128 + signal.SIGTERM
+
+
+def test_handlers_and_the_wakeup_are_as_before():
+    before = signal.getsignal(signal.SIGINT), signal.set_wakeup_fd(-1)
+    for _ in range(3):
+        with stopping():
+            pass
+    assert (signal.getsignal(signal.SIGINT), signal.set_wakeup_fd(-1)) == before
+
+
+def test_a_stop_waits_for_one_short_step(tiny_model):
+    """Steps on a CPU are short, each is told, and a wish to stop is answered after one."""
+
+    class Enough(Exception):
+        pass
+
+    seen = []
+
+    def progress(done, total):
+        seen.append(done)
+        if len(seen) == 3:
+            raise Enough
+
+    context = Context(tiny_model[0])
+    with pytest.raises(Enough):
+        context.prefill([5] * 400, progress=progress)
+    assert seen == [0, CPU_STEP, 2 * CPU_STEP] and len(context.tokens) == 2 * CPU_STEP
+
+
+def test_a_session_changed_by_another_program_is_not_overwritten(tiny_model, saved, capsys):
+    keeper = Keeper(str(saved))
+    session = Session.load(saved, *tiny_model)
+    keeper.save(session)
+    mine = saved.read_bytes()
+    other = Session(*tiny_model)
+    other.prefill([9] * 7)
+    other.save(saved)
+    theirs = saved.read_bytes()
+    session.prefill([4])
+    keeper.save(session)
+    keeper.save(session)
+    assert saved.read_bytes() == theirs != mine
+    assert Session.load(saved.with_name("s-2"), *tiny_model).tokens == [1, 2, 3, 4]
+    assert sorted(os.listdir(saved.parent)) == ["s", "s-2"]
+    assert capsys.readouterr().err.count("written by another program meanwhile") == 1
+
+
+def test_saving_in_between_takes_a_small_part_of_the_time(monkeypatch, tmp_path, capsys):
+    clock = [1000.0]
+    monkeypatch.setattr("mlx_kda.cli.keeping.time.monotonic", lambda: clock[0])
+
+    class Slow:
+        saves = 0
+
+        def save(self, path):
+            self.saves += 1
+            clock[0] += 10
+            path.write_text(str(self.saves))
+
+    keeper, session = Keeper(str(tmp_path / "s")), Slow()
+    assert keeper.now_and_then(session)
+    assert not keeper.now_and_then(session)
+    clock[0] += 199
+    assert not keeper.now_and_then(session)
+    clock[0] += 2
+    assert keeper.now_and_then(session) and session.saves == 2
+
+    class Failing:
+        def save(self, path):
+            raise UserError("cannot save it: No space left on device")
+
+    clock[0] += 300
+    assert not keeper.now_and_then(Failing())
+    assert "No space left" in capsys.readouterr().err
+
+
+def test_a_killed_chat_keeps_its_finished_turns(tiny_mlx, tmp_path):
+    """kill -9 in the third turn: the first two are in the file."""
+    file = tmp_path / "talk"
+    process = subprocess.Popen(
+        [*PROGRAM, "chat", str(tiny_mlx), "--max-tokens", "5", "--session", str(file)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,
+    )
+    process.stdin.write(b"hello\n")
+    deadline = time.monotonic() + 60
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    assert len(Session.load(file, *mlx_kda.load(tiny_mlx)).messages) == 2
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    left = tmp_path / f".s.{gone.pid}.tmp"
+    fresh = tmp_path / f".s.{gone.pid}0000000.tmp"
+    mine = tmp_path / f".s.{os.getppid()}.tmp"
+    other = tmp_path / f".other.{gone.pid}.tmp"
+    odd = tmp_path / ".s.notes.tmp"
+    for path in (left, fresh, mine, other, odd):
+        path.write_text("x")
+        if path is not fresh:
+            os.utime(path, (1, 1))
+    files.write_text(tmp_path / "s", "whole")
+    assert not left.exists()
+    assert all(path.exists() for path in (fresh, mine, other, odd))
+    assert (tmp_path / "s").read_text() == "whole"
