@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 import pytest
-from helpers.tiny import difference, tiny_config, tiny_model, tiny_weights, tokens, write_model
+from helpers.tiny import tiny_config, tiny_model, tiny_weights, tokens, write_model
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_kda import doctor
@@ -110,12 +110,14 @@ def test_e8_a_packed_embedding_does_not_change_the_dtype(mode):
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_16_bit_logits_are_near_the_float32_ones(dtype):
-    """Not a bound on the model, but on a slip: the same experts, rounded weights."""
+    """Not a bound on the model, but on a slip, for most tokens: experts may flip."""
     rounded = {k: w.astype(mx.float32) for k, w in half_weights(dtype).items()}
     exact = tiny_model()
     exact.update(tree_unflatten(list(rounded.items())))
-    error = difference(half_model(dtype)(IDS).astype(mx.float32), exact(IDS))
-    assert error < {mx.float16: 0.02, mx.bfloat16: 0.2}[dtype]
+    want = exact(IDS)
+    errors = mx.abs(half_model(dtype)(IDS).astype(mx.float32) - want).max(axis=-1)
+    typical = mx.median(errors) / mx.abs(want).max()
+    assert typical < {mx.float16: 0.005, mx.bfloat16: 0.04}[dtype]
 
 
 def test_e8_kernels_are_checked_in_the_dtype_that_they_run_in(tmp_path, monkeypatch):

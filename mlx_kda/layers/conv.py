@@ -14,25 +14,37 @@ class ShortConv(nn.Module):
 
     def __init__(self, channels: int, taps: int):
         super().__init__()
-        self.taps = taps
         self.conv = nn.Conv1d(channels, channels, taps, groups=channels, bias=False)
 
     def __call__(
         self, x: mx.array, window: mx.array | None = None, padding: Padding | None = None
     ) -> tuple[mx.array, mx.array]:
-        """x [B, T, channels], window [B, taps - 1, channels] -> (y like x, the next window).
+        """See `short_conv`."""
+        return short_conv(x, self.conv.weight, window, padding)
 
-        With ``padding.window`` a row's window ends at its last real token.
-        """
-        B, T, C = x.shape
-        if window is None:
-            window = mx.zeros((B, self.taps - 1, C), dtype=x.dtype)
-        if T == 0:
-            return x, window
-        inputs = mx.concatenate([window, x], axis=1)
-        y = nn.silu(self.conv(inputs).astype(x.dtype))
-        if padding is not None and padding.window is not None:
-            return y, mx.take_along_axis(inputs, padding.window, axis=1)
-        window = inputs[:, T:]
-        # A view would keep a whole prompt's inputs alive; for a few tokens it saves a copy.
-        return y, mx.contiguous(window) if self.taps < T else window
+
+def short_conv(
+    x: mx.array, weight: mx.array, window: mx.array | None, padding: Padding | None = None
+) -> tuple[mx.array, mx.array]:
+    """x [B, T, channels], weight [channels, taps, 1], window [B, taps - 1, channels] or None
+    -> (y like x, the next window).
+
+    With ``padding.window`` a row's window ends at its last real token.
+    """
+    B, T, C = x.shape
+    taps = weight.shape[1]
+    if window is None:
+        window = mx.zeros((B, taps - 1, C), dtype=x.dtype)
+    if T == 0:
+        return x, window
+    inputs = mx.concatenate([window, x], axis=1)
+    if T == 1:  # a convolution costs the CPU more than its few sums
+        y = (inputs * weight.squeeze(-1).T).sum(axis=1, keepdims=True)
+    else:
+        y = mx.conv1d(inputs, weight, groups=C)
+    y = nn.silu(y.astype(x.dtype))
+    if padding is not None and padding.window is not None:
+        return y, mx.take_along_axis(inputs, padding.window, axis=1)
+    window = inputs[:, T:]
+    # A view would keep a whole prompt's inputs alive; for a few tokens it saves a copy.
+    return y, mx.contiguous(window) if taps < T else window

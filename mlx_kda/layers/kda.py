@@ -1,43 +1,18 @@
 """The KDA layer: projections, short convolutions, gates, the recurrence, gated norm."""
 
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..kernels import layer as kernels
 from ..kernels.arguments import GateLaw
-from ..ops import bounded_gate, kda, l2norm, softplus_gate
+from . import mix as ops
 from .conv import ShortConv
 from .merged import Bundle, apply
+from .mix import Memory, Projections
 from .norm import RMSNorm
 from .padding import Padding
-
-
-class Projections(NamedTuple):
-    """Everything the layer computes from x alone, before any of it meets the past."""
-
-    q: mx.array  # [B, T, H * Dk], before the convolution
-    k: mx.array
-    v: mx.array  # [B, T, Hv * Dv]
-    a: mx.array  # [B, T, Hv, Dk], raw forget gate
-    b: mx.array  # [B, T, Hv], raw write strength
-    z: mx.array  # [B, T, Hv, Dv], raw output gate
-
-
-class Memory(NamedTuple):
-    """What a layer carries from step to step; None where a text begins."""
-
-    q: mx.array | None = None  # windows [B, taps - 1, H * Dk]
-    k: mx.array | None = None
-    v: mx.array | None = None  # [B, taps - 1, Hv * Dv]
-    state: mx.array | None = None  # [B, Hv, Dv, Dk], float32
-
-
-@partial(mx.compile, shapeless=True)
-def _gated(x: mx.array, z: mx.array) -> mx.array:
-    return x * mx.sigmoid(z)
 
 
 class KimiDeltaAttention(nn.Module):
@@ -201,35 +176,5 @@ class KimiDeltaAttention(nn.Module):
         path: str = "auto",
     ) -> tuple[mx.array, Memory]:
         """``mix`` by MLX operations, the recurrence by ``path`` of them."""
-        q, q_window = self.q_conv(p.q, memory.q, padding)
-        k, k_window = self.k_conv(p.k, memory.k, padding)
-        v, v_window = self.v_conv(p.v, memory.v, padding)
-        q, k = (x.reshape(*x.shape[:2], self.num_heads, self.head_dim) for x in (q, k))
-        v = v.reshape(p.z.shape)
-        lengths = None if padding is None else padding.lengths
-        o, state = self.attend(q, k, v, p.a, p.b, memory.state, lengths, path)
-        y = _gated(self.o_norm(o), p.z.astype(o.dtype))
-        return y.reshape(p.v.shape), Memory(q_window, k_window, v_window, state)
-
-    def attend(
-        self,
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        a: mx.array,
-        b: mx.array,
-        state: mx.array | None,
-        lengths: mx.array | None,
-        path: str = "auto",
-    ) -> tuple[mx.array, mx.array]:
-        """Convolved q, k [B, T, H, Dk], v [B, T, Hv, Dv], raw gate a, raw beta b -> (o, state)."""
-        if self.lower_bound is None:
-            g = softplus_gate(a, self.A_log, self.dt_bias)
-        else:
-            g = bounded_gate(a, self.A_log, self.dt_bias, self.lower_bound)
-        beta = mx.sigmoid(b.astype(mx.float32))
-        if self.negative_eigenvalues:
-            beta = 2 * beta
-        # By operations where the op by itself would take a kernel: this is what stands in for them.
-        options = {"state": state, "lengths": lengths, "path": path, "runner": "ops"}
-        return kda(l2norm(q), l2norm(k), v, g, beta, **options)
+        y, memory = ops.mix(p, memory, self.kernel_parameters(), padding, path)
+        return y.reshape(p.v.shape), memory

@@ -11,8 +11,6 @@ from .problem import Problem
 
 # Measured on the CPU build: below this many tokens a chunk costs more than its tokens one by one.
 _CHUNK_FROM = 16
-# State elements (8 heads of 128 x 128) up to which a single token is quickest in the plain form.
-_SMALL_STATE = 8 * 128 * 128
 
 _OPS: dict[str, Callable] = {
     "reference": reference.run,
@@ -126,9 +124,6 @@ def _choose_on(p: Problem, path: str, runner: str, device: mx.DeviceType) -> Cho
     if p.T >= _CHUNK_FROM:
         why = f"{p.T} tokens fill chunks: matrix products instead of a loop"
         return Choice("chunk", f"{why} ({why_no_kernel})")
-    if p.T <= 1 and p.B * p.Hv * p.Dk * p.Dv <= _SMALL_STATE:
-        why = "one token on a small state: fewest operations"
-        return Choice("reference", f"{why} ({why_no_kernel})")
     why = f"{p.T} tokens, fewer than {_CHUNK_FROM}: the state is read once a token"
     return Choice("step", f"{why} ({why_no_kernel})")
 

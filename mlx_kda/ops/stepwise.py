@@ -33,24 +33,49 @@ def run(
     if p.empty:
         return p.no_output(), S
     S = mx.contiguous(S.swapaxes(-1, -2))
-
     q, k, v, a, beta = prepare(p, q, k, v, g, beta)
+    if p.T == 1 and lengths is None:
+        o, S = _one_token(q, k, v, a, beta, S, p.erase)
+    else:
+        o, S = _tokens(q, k, v, a, beta, S, p.erase, lengths)
+    return o.astype(p.dtype), S.swapaxes(-1, -2)
+
+
+def _tokens(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    a: mx.array | None,
+    beta: mx.array,
+    S: mx.array,
+    erase: bool,
+    lengths: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """q, k, a [B, T, Hv, Dk], v [B, T, Hv, Dv], beta [B, T, Hv, 1], S [B, Hv, Dk, Dv]."""
+    T = q.shape[1]
     kq = (q * k).sum(axis=-1, keepdims=True)
-    pairs = mx.stack([k, q] if a is None else [k * a, q * a], axis=3).swapaxes(1, 2)
-    past = mx.split(pairs, p.T, axis=2)  # [B, Hv, 1, 2, Dk] a token
-    rows = [mx.split(x.swapaxes(1, 2), p.T, axis=2) for x in (v, beta, kq)]
-    columns = mx.split(k.transpose(0, 2, 3, 1), p.T, axis=3)
-    decays = [None] * p.T if a is None else mx.split(a.transpose(0, 2, 3, 1), p.T, axis=3)
+    past = mx.stack([k, q] if a is None else [k * a, q * a], axis=3)
+    rows = [_split(x[:, :, :, None], T) for x in (v, beta, kq)]
+    columns = [[None] * T if x is None else _split(x[..., None], T) for x in (k, a)]
     outputs = []
-    steps = zip(past, *rows, columns, decays, strict=True)
-    for t, (pair, v_t, beta_t, kq_t, k_t, a_t) in enumerate(steps):
-        reads = pair.squeeze(2) @ S
-        predicted, r = mx.split(reads, 2, axis=2)
-        e = beta_t * (v_t - predicted if p.erase else v_t)
+    for t, (pair, v_t, beta_t, kq_t, k_t, a_t) in enumerate(
+        zip(_split(past, T), *rows, *columns, strict=True)
+    ):
+        predicted, r = mx.split(pair @ S, 2, axis=2)
+        e = beta_t * (v_t - predicted if erase else v_t)
         o = r + e * kq_t
         new = S if a_t is None else S * a_t
         new = new + k_t * e
         S, o = keep_inside(lengths, t, S, new, o)
         outputs.append(o)
-    o = outputs[0] if p.T == 1 else mx.concatenate(outputs, axis=2)
-    return o.swapaxes(1, 2).astype(p.dtype), S.swapaxes(-1, -2)
+    o = outputs[0] if T == 1 else mx.concatenate(outputs, axis=2)
+    return o.swapaxes(1, 2), S
+
+
+def _split(x: mx.array, T: int) -> list[mx.array]:
+    """[B, T, ...] -> T times [B, ...]."""
+    return [x.squeeze(1)] if T == 1 else [y.squeeze(1) for y in mx.split(x, T, axis=1)]
+
+
+# Decoding asks for the same few operations every time: compiled, they are fewer.
+_one_token = mx.compile(_tokens)
