@@ -203,7 +203,7 @@ def _profile_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _profile_rows(args: argparse.Namespace) -> Rows:
-    if args.model is not None:
+    if args.model is not None and args.shape is None:
         checks.checkpoint(args.model)
     from mlx_kda.bench import profile
 
