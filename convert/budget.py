@@ -1,9 +1,9 @@
 """Spending a byte budget: each weight's error at each width is measured, and bytes go to the worst.
 
-The error of a weight is ``|W - Q(W)|^2 / |W|^2``: the noise that it adds to its output, beside the
-output, for inputs without preference. All weights begin at the fewest bits. Then, again and again,
-the next step up goes to the weight whose error falls most for each byte it costs, until no step
-fits the budget.
+The error of a weight is ``|W - Q(W)|^2 / |W|^2``, times how much the model's predictions move for
+it (see `sensitivity`). All weights begin at the fewest bits. Then, again and again, the next step
+up goes to the weight whose error falls most for each byte it costs, until no step fits the budget.
+The gate path takes part: at a given size its bytes often do more elsewhere (docs/quality.md).
 """
 
 import heapq
@@ -18,6 +18,7 @@ from .layout import Layout
 from .quantise import cast, finish_step, is_cast
 from .reader import Reader
 from .recipe import MODES, Packing
+from .sensitivity import sensitivity
 from .steps import Step
 from .tensor_files import Spec
 
@@ -43,7 +44,7 @@ def spend(layout: Layout, journal: Journal, progress: Progress | None) -> None:
 
 
 def fixed_bytes(layout: Layout, free: dict[str, Spec]) -> int:
-    """Bytes of all that no budget changes: norms, gates, the router, what rules are for."""
+    """Bytes of all that no budget changes: norms, convolutions, the router, what rules are for."""
     layout.recipe.chosen = dict.fromkeys(free)
     total = sum(
         spec.nbytes
@@ -135,10 +136,11 @@ def _points(layout: Layout, path: str, spec: Spec, errors: dict[str, float]) -> 
 
     The hull is what steps taken one by one can reach; the last point is the weight as it is.
     """
+    weight = sensitivity(path, layout.config.tie_word_embeddings)
     points: list[Point] = []
     for packing in _candidates(layout, spec):
         nbytes = sum(s.nbytes for s in packing.outputs(path, spec).values())
-        points.append((nbytes, errors[str(packing.bits)], packing))
+        points.append((nbytes, weight * errors[str(packing.bits)], packing))
     points.append((spec.nbytes, 0.0, None))
     hull: list[Point] = []
     for point in sorted(points, key=lambda p: p[:2]):

@@ -55,7 +55,8 @@ class Builder:
                 f"{name} has shape {list(spec.shape)}, the config asks for {wanted}"
             )
         if spec.dtype not in FLOATS:
-            raise CheckpointError(f"{name} is stored as {spec.dtype}, not as a 16- or 32-bit float")
+            kind = str(spec.dtype).removeprefix("mlx.core.")
+            raise CheckpointError(f"{name} is stored as {kind}, not as a 16- or 32-bit float")
         return spec
 
     def tensor(self, name: str, shape: tuple[int, ...], *aliases: str) -> None:

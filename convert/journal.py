@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ class Journal:
         for path in self.folder.iterdir():
             ours = path.name in (BEGUN, MEASURED) or path.name.endswith(".done.json")
             if not ours and path.name not in keep and path.name not in self.files:
-                path.unlink()
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def remove(self) -> None:
         """Remove the records, the one that says what was begun at the very end."""

@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from .journal import Journal
 from .report import WRITER
 
 REPORT = "conversion.json"
-LOCK = ".lock"
+LOCK, OLD = ".lock", ".old"
 
 
 def check_output(out: Path, source: Path | None, overwrite: bool) -> None:
@@ -29,7 +28,9 @@ def check_output(out: Path, source: Path | None, overwrite: bool) -> None:
     """
     if source is not None:
         place, origin = out.resolve(), source.resolve()
-        if place == origin or origin in place.parents:
+        if place == origin:
+            raise UserError(f"the output {out} is the source folder; choose another place")
+        if origin in place.parents:
             raise UserError(f"the output {out} lies in the source folder; choose another place")
         if place in origin.parents:
             raise UserError(f"the output {out} holds the source folder; choose another place")
@@ -49,6 +50,12 @@ def read_report(folder: Path) -> dict[str, Any] | None:
         return report if report["written_by"] == WRITER else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def named(out: str | Path) -> Path:
+    """The folder that a user's name stands for: of a link the place that it leads to."""
+    out = Path(out).expanduser()
+    return out.resolve() if out.is_symlink() else out
 
 
 def partial_of(out: Path) -> Path:
@@ -87,12 +94,19 @@ def partial_folder(
 
     If the block fails, finished files stay for --resume, and `say` hears so; with none finished,
     the folder goes. An unfinished conversion that is found is taken up with `resume`, cleared with
-    `overwrite`, else refused. An existing output is replaced only at the end. System errors become
-    UserError.
+    `overwrite`, else refused. An existing output is replaced only at the end, and only with
+    `overwrite`. System errors become UserError.
     """
     partial = partial_of(out)
     try:
         with _locked(partial):
+            _bring_back(out, partial)
+            if not overwrite:  # another process may have finished since it was looked at
+                try:
+                    check_output(out, None, overwrite)
+                except UserError:
+                    _remove_unbegun(partial)
+                    raise
             journal = Journal(partial)
             _take_up(journal, identity, resume, overwrite)
             try:
@@ -124,7 +138,7 @@ def _take_up(journal: Journal, identity: dict[str, Any], resume: bool, overwrite
         return
     for left in journal.folder.iterdir():
         if left.name != LOCK:
-            left.unlink()
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
     journal.begin(identity)
 
 
@@ -143,28 +157,45 @@ def _locked(partial: Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"another conversion is writing {partial}; wait for it") from None
+        if not lock.exists() or lock.stat().st_ino != os.fstat(handle.fileno()).st_ino:
+            raise UserError(f"another conversion has just finished {partial}; look at its output")
         yield
+
+
+def _bring_back(out: Path, partial: Path) -> None:
+    """Put an older output back that a process was replacing when it was killed."""
+    old = partial / OLD
+    if old.is_dir() and not out.exists():
+        os.rename(old, out)
+
+
+def _remove_unbegun(partial: Path) -> None:
+    """Remove a folder that holds no work of a conversion."""
+    if not Journal(partial).is_begun:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def tidy(out: Path) -> None:
     """Remove what only an unfinished output needs, from one that is whole."""
+    if (out / OLD).is_dir():
+        shutil.rmtree(out / OLD)
     Journal(out).remove()
     (out / LOCK).unlink(missing_ok=True)
 
 
 def _replace(out: Path, partial: Path) -> None:
-    """Put the finished folder in place of an empty or an older one."""
-    if not (out.is_dir() and any(out.iterdir())):
-        os.rename(partial, out)
-        return
-    old = Path(tempfile.mkdtemp(prefix=out.name + ".old-", dir=out.parent))
-    os.rename(out, old)
+    """Put the finished folder in place of an empty or an older one.
+
+    The older one goes into the new one first, so that it has a place whenever the process is
+    killed: `_bring_back` finds it there, or `tidy` removes it.
+    """
+    if out.is_dir() and any(out.iterdir()):
+        os.rename(out, partial / OLD)
     try:
         os.rename(partial, out)
     except BaseException:
-        os.rename(old, out)
+        _bring_back(out, partial)
         raise
-    shutil.rmtree(old)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

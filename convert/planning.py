@@ -11,7 +11,7 @@ from mlx_kda.words import size
 from .budget import fewest_bits
 from .families import by_family, tensor_family
 from .layout import Layout, Wish, bits_by_family, lay_out
-from .output import free_space, partial_of, size_of, space_problem
+from .output import free_space, named, partial_of, size_of, space_problem
 from .recipe import Packing
 from .run import SHARD_BYTES, into_shards
 from .source import Source, open_source
@@ -116,7 +116,7 @@ def plan(
     does not fit the memory or the disk is in `problems`.
     """
     wish = Wish(dtype, q_bits, q_group_size, q_mode, tuple(q_rules), target_bpw, dequantize)
-    out = Path(out).expanduser()
+    out = named(out)
     origin = open_source(source, revision, download=False)
     layout = lay_out(origin, wish)
     seen, free = (layout, {}) if layout.steps else _fewest_bits(origin, wish)

@@ -181,12 +181,13 @@ class Recipe:
         packing = self.default
         if packing is None:  # rules alone: what they do not name stays
             return None
-        if GATE_PATH.search(path):
+        if path in self.chosen:
+            if (packing := self.chosen[path]) is None:
+                return self._keep(path, "within the budget")
+        elif GATE_PATH.search(path):
             return self._keep(path, "gate path")
-        if ROUTER.search(path) and (packing.bits < 8 or packing.mode != "affine"):
+        elif ROUTER.search(path) and (packing.bits < 8 or packing.mode != "affine"):
             packing = ROUTER_PACKING
-        elif path in self.chosen and (packing := self.chosen[path]) is None:
-            return self._keep(path, "within the budget")
         if not packing.fits(width):
             return self._keep(path, f"width {width} is no multiple of group {packing.group_size}")
         return self._pack(path, packing)
@@ -195,7 +196,7 @@ class Recipe:
         """Whether a byte budget may choose the bits of this tensor."""
         path, _, part = name.rpartition(".")
         plain = part == "weight" and len(spec.shape) >= 2 and spec.dtype in FLOATS
-        spared = any(p.search(path) for p in (GATE_PATH, ROUTER, CONVOLUTION))
+        spared = ROUTER.search(path) or CONVOLUTION.search(path)
         return plain and not spared and self._rule(path) is None
 
     def check_rules(self) -> None:

@@ -22,6 +22,7 @@ from .output import (
     LOCK,
     REPORT,
     check_output,
+    named,
     partial_folder,
     partial_of,
     read_report,
@@ -91,7 +92,7 @@ def convert(
     wish = Wish(dtype, q_bits, q_group_size, q_mode, tuple(q_rules), target_bpw, dequantize)
     if shard_bytes < 1:
         raise UserError(f"the shard size must be positive, got {shard_bytes}")
-    out = Path(out).expanduser()
+    out = named(out)
     origin = open_source(source, revision, download=False)
     layout = lay_out(origin, wish)
     identity = layout.identity(shard_bytes)

@@ -15,6 +15,7 @@ from mlx_kda.cli.main import main
 from mlx_kda.convert import convert, plan
 from mlx_kda.convert.budget import allot, error_of
 from mlx_kda.convert.recipe import Packing, Recipe, Rule
+from mlx_kda.convert.sensitivity import sensitivity
 from mlx_kda.errors import UserError
 from mlx_kda.models import load_model
 
@@ -220,12 +221,35 @@ def test_no_other_choice_of_as_many_bytes_has_less_error():
     assert compared > 60
 
 
-def test_a_budget_spares_what_the_default_spares(source, tmp_path):
-    convert(source, tmp_path / "out", target_bpw=7, q_rules=["lm_head=8,32"])
+def test_a_budget_spares_convolutions_rules_and_the_router(source, tmp_path):
+    """The gate path takes part: its 16 bits were worth more elsewhere at every size measured."""
+    rules = ["lm_head=8,32", "layers.1.self_attn.f_a_proj=keep"]
+    convert(source, tmp_path / "out", target_bpw=6, q_rules=rules)
     found = packings(tmp_path / "out")
-    assert not [path for path in found if re.search(r"(b|f_a|f_b|g_a|g_b)_proj$|conv$", path)]
+    assert not [path for path in found if path.endswith("conv")]
     assert found["lm_head"] == (8, 32, "affine")
     assert found["model.layers.1.mlp.gate"] == (8, 64, "affine")
+    assert "model.layers.1.self_attn.f_a_proj" not in found
+    assert "model.layers.0.self_attn.f_a_proj" in found
+
+
+def test_sensitivities_are_in_the_order_that_was_measured():
+    """Embedding and head were valued like any projection: 4.95 bits were worse than 4 uniform."""
+    layer = "model.layers.5."
+    order = [
+        "model.embed_tokens",
+        "lm_head",
+        "model.layers.0.mlp.down_proj",
+        layer + "self_attn.o_proj",
+        layer + "mlp.switch_mlp.up_proj",
+        layer + "self_attn.q_proj",
+        layer + "self_attn.g_b_proj",
+    ]
+    values = [sensitivity(path) for path in order]
+    assert values == sorted(values, reverse=True) and len(set(values)) == len(values)
+    assert sensitivity("model.layers.0.self_attn.q_proj") == 3 * sensitivity(order[5])
+    assert sensitivity(order[0], tied=True) == values[0] + values[1]
+    assert sensitivity("model.layers.10.self_attn.q_proj") == sensitivity(order[5])
 
 
 def test_budgets_that_cannot_be_kept(source, tmp_path):

@@ -10,6 +10,7 @@ import re
 
 from mlx_kda.cli import checks, output, parsing
 from mlx_kda.cli.stopping import ending
+from mlx_kda.convert.folders import HUB_ID
 from mlx_kda.errors import UserError
 
 SUMMARY = "convert a Hugging Face checkpoint to MLX"
@@ -97,6 +98,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--q-mode {args.q_mode} needs --q-bits: add --q-bits {bits}")
     if args.q_group_size is not None and not chosen:
         raise UserError("--q-group-size needs --q-bits N or --target-bpw X: add one of them")
+    if args.upload_repo is not None and not HUB_ID.match(args.upload_repo):
+        raise UserError(f"--upload-repo {args.upload_repo}: give owner/name")
     wish = {
         "dtype": args.dtype,
         "q_bits": args.q_bits,
