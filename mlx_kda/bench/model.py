@@ -1,12 +1,20 @@
-"""`bench model`: prefill and decode of one MLX folder, ours against mlx-lm's model class."""
+"""`bench model`: prefill and decode of one MLX folder, ours against mlx-lm's model class.
 
-from collections.abc import Iterator
+Each model prefills as its own library drives it. Ours computes the head for the last token only;
+mlx-lm evaluates its cache alone, for all tokens but the last, and takes that one as a step.
+Decoding is one loop for both: greedy single tokens, each evaluated before the next.
+"""
+
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
+from ..layers import blas_layout
 from .graph import launches
 from .timing import interleave
 
@@ -23,21 +31,19 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """One row for each (context, phase, candidate), as they come.
 
-    Both models are driven by the same loop: prompts in pieces of 2,048 tokens with the last row's
-    logits taken, then greedy single tokens, each evaluated before the next.
+    Where our loader lays weights out for the CPU's BLAS, mlx-lm's model with the same layout is a
+    candidate of its own. Peak memory is that of a candidate's weights and what it allocates.
     """
-    models = {"ours": _ours(folder), "mlx-lm": _theirs(folder)}
+    models = _models(folder)
     vocab = models["ours"].args.vocab_size
     for context in contexts:
         prompt = mx.array(np.random.default_rng(0).integers(0, vocab, (1, context)))
         mx.eval(prompt)
-        for phase, chains, tokens in (
-            ("prefill", {n: _prefill_chain(m, prompt) for n, m in models.items()}, context),
-            ("decode", {n: _decode_chain(m, prompt) for n, m in models.items()}, 1),
-        ):
+        for phase, chain, tokens in (("prefill", _prefills, context), ("decode", _decodes, 1)):
+            chains = {name: chain(model, prompt) for name, model in models.items()}
             timings = interleave(chains, samples=samples, calls=decode, budget=budget)
             for name, timing in timings.items():
-                yield {
+                row = {
                     "candidate": name,
                     "phase": phase,
                     "context": context,
@@ -47,31 +53,44 @@ def run(
                     "steady": timing.steady,
                     "samples": timing.samples,
                     "calls": timing.calls,
-                    **(_step(models[name], prompt) if phase == "decode" else {}),
+                    "peak_mb": _peak(models[name], chain, prompt) / 1e6,
                 }
+                if phase == "decode":
+                    row["launches"] = _launches(models[name], prompt)
+                yield row
 
 
-def _ours(folder: Path):
+def _models(folder: Path) -> dict[str, nn.Module]:
+    from mlx_lm.utils import load_model as mlx_lm_load
+
     from ..models import load_model
 
-    return load_model(folder)
+    models = {"ours": load_model(folder), "mlx-lm": mlx_lm_load(folder)[0]}
+    if blas_layout.applies() and models["ours"].model.dtype == mx.float32:
+        models["mlx-lm, our layout of weights"] = mlx_lm_load(folder)[0]
+        blas_layout.lay_out(models["mlx-lm, our layout of weights"])
+    return models
 
 
-def _theirs(folder: Path):
-    from mlx_lm.utils import load_model
+def _absorb(model: nn.Module, prompt: mx.array, cache: list[Any]) -> mx.array:
+    """Prefill as the model's own library does; the last row's logits."""
+    from ..models.hybrid import HybridModel
 
-    return load_model(folder)[0]
+    ours = isinstance(model, HybridModel)
+    length = prompt.shape[1]
+    whole = length if ours else length - 1
+    for start in range(0, whole, _PREFILL_STEP):
+        stop = min(start + _PREFILL_STEP, whole)
+        last = {"last_only": True} if ours else {}
+        logits = model(prompt[:, start:stop], cache=cache, **last)
+        mx.eval(_arrays(cache), *([logits] if stop == length else []))
+    if not ours:
+        logits = model(prompt[:, whole:], cache=cache)
+        mx.eval(_arrays(cache), logits)
+    return logits[:, -1]
 
 
-def _absorb(model: Any, prompt: mx.array, cache: list[Any]) -> mx.array:
-    """Prefill; the last row's logits."""
-    for start in range(0, prompt.shape[1], _PREFILL_STEP):
-        logits = model(prompt[:, start : start + _PREFILL_STEP], cache=cache)[:, -1]
-        mx.eval(logits, [c.state for c in cache])
-    return logits
-
-
-def _prefill_chain(model: Any, prompt: mx.array):
+def _prefills(model: nn.Module, prompt: mx.array) -> Callable[[int], None]:
     def run(calls: int) -> None:
         for _ in range(calls):
             _absorb(model, prompt, model.make_cache())
@@ -79,7 +98,7 @@ def _prefill_chain(model: Any, prompt: mx.array):
     return run
 
 
-def _decode_chain(model: Any, prompt: mx.array):
+def _decodes(model: nn.Module, prompt: mx.array) -> Callable[[int], None]:
     cache = model.make_cache()
     token = mx.argmax(_absorb(model, prompt, cache), axis=-1)[:, None]
 
@@ -87,21 +106,29 @@ def _decode_chain(model: Any, prompt: mx.array):
         nonlocal token
         for _ in range(calls):
             token = mx.argmax(model(token, cache=cache)[:, -1], axis=-1)[:, None]
-            mx.eval(token, [c.state for c in cache])
+            mx.eval(token, _arrays(cache))
 
     return run
 
 
-def _step(model: Any, prompt: mx.array) -> dict[str, Any]:
-    """Launches and peak memory of one decode step."""
+def _peak(model: nn.Module, chain: Callable, prompt: mx.array) -> int:
+    """Bytes of the weights and of what one call allocates, its cache included."""
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    once = chain(model, prompt)
+    mx.reset_peak_memory()
+    once(1)
+    weights = sum(w.nbytes for _, w in tree_flatten(model.parameters()))
+    return weights + mx.get_peak_memory() - before
+
+
+def _launches(model: nn.Module, prompt: mx.array) -> int:
+    """Nodes of the graph of one decode step."""
     cache = model.make_cache()
     token = mx.argmax(_absorb(model, prompt, cache), axis=-1)[:, None]
     mx.eval(token)
-    mx.reset_peak_memory()
     logits = model(token, cache=cache)
-    counts = launches([logits, *_arrays(cache)])
-    mx.eval(logits, [c.state for c in cache])
-    return {"launches": counts.total(), "peak_mb": mx.get_peak_memory() / 1e6}
+    return launches([logits, *_arrays(cache)]).total()
 
 
 def _arrays(cache: list[Any]) -> list[mx.array]:

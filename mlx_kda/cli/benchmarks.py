@@ -245,7 +245,11 @@ BENCHMARKS = {
             ),
             _model_arguments,
             _model_rows,
-            "The same folder and loop for both; launches are nodes of this device's graph.",
+            "The same folder for all. Prefill is each library's own: mlx-lm leaves the head out "
+            "until the last token, ours computes it for that token alone; decode is one loop. On "
+            "a Linux CPU how weights lie in memory is part of the difference: our loader lays "
+            "them out for its BLAS, mlx-lm's does not, and the third candidate is its model with "
+            "our layout. Launches are nodes of this device's graph.",
         ),
         Benchmark(
             "profile",
