@@ -1,6 +1,7 @@
 """The benchmark command: what it writes, and what it refuses."""
 
 import json
+from pathlib import Path
 import time
 
 import mlx.core as mx
@@ -8,7 +9,7 @@ import pytest
 from helpers.tiny import tiny_model
 
 from mlx_kda.bench import graph, op, profile, results, shapes, timing
-from mlx_kda.cli.main import main
+from mlx_kda.cli.main import build_parser, main
 from mlx_kda.errors import UserError
 from mlx_kda.models.config import DENSE, MLA, MOE, KimiLinearConfig
 
@@ -148,3 +149,29 @@ def test_the_48b_shape_is_its_first_layers_and_the_rest_of_its_sizes():
     assert few.layer_types == whole.layer_types[:5] and few.vocab_size == 512
     assert few.num_experts == whole.num_experts == 256 and few.hidden_size == 2304
     assert shapes.config("48b")["linear_attn_config"]["full_attn_layers"][-1] == 27
+
+
+def test_constant_and_streaming_are_kinds_of_bench(capsys):
+    """They used to be programs of their own, with other options."""
+    for kind, needed in (("constant", ["m", "--text", "t"]), ("streaming", ["f"])):
+        args = build_parser().parse_args(["bench", kind, *needed, "--out", "o", "--report", "r"])
+        assert (args.kind, args.out, args.report) == (kind, "o", "r")
+
+
+def test_a_promise_that_is_not_kept_is_told_and_ends_with_1(tmp_path, monkeypatch, capsys):
+    from mlx_kda.bench import constant
+
+    row = {"tokens": 1, "cache_bytes": 10, "arrays": 3, "active_mb": 1.0, "mlx_peak_mb": 2.0}
+    row |= {"resident_mb": 50.0, "peak_mb": 51.0, "tokens_per_second": 9.0}
+    rows = [row, {**row, "tokens": 2, "arrays": 4, "model": "m", "answer": "a"}]
+    monkeypatch.setattr(constant, "run", lambda *_: iter(rows))
+    (tmp_path / "t").write_text("text")
+    fla = Path(__file__).parent / "goldens-fla" / "plain"
+    files = ["--out", str(tmp_path), "--report", str(tmp_path / "page.md")]
+    assert main(["bench", "constant", str(fla), "--text", str(tmp_path / "t"), *files]) == 1
+    out, err = capsys.readouterr()
+    assert "not kept: live arrays: 3 -> 4" in err and "| 2 | 10 | 4 |" in out
+    page = (tmp_path / "page.md").read_text()
+    assert "live arrays are the same in every row" in page and "> a" in page
+    assert json.loads((tmp_path / "constant.json").read_text())["rows"][1]["arrays"] == 4
+    assert (tmp_path / "constant.csv").read_text().startswith("tokens,")

@@ -1,6 +1,6 @@
 """A checkpoint of 300 MB: memory by the system's count, and the bits of the all-at-once path.
 
-`python -m mlx_kda.bench.streaming` does the same with 4 GB; docs/conversion.md has its numbers.
+`mlx-kda bench streaming` does the same with 4 GB; docs/conversion.md has its numbers.
 """
 
 import os
@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from mlx_kda.bench.streaming import largest_layer, page, tensor_hashes
+from mlx_kda.bench.streaming import largest_layer, tensor_hashes
+from mlx_kda.bench.streaming_page import broken, page
 from mlx_kda.bench.streaming_tasks import TASKS, measured
 from mlx_kda.bench.synthetic import write_synthetic
 from mlx_kda.convert import plan, verify
@@ -52,9 +53,12 @@ def test_the_page_of_results_says_what_was_measured():
         "at_once_peak": 5e9, "same_bits": True, "same_files": False, "kills": 10,
         "finished": [0, 1, 2],
     }  # fmt: skip
-    facts = {"bytes": 4e9, "layers": 40, "experts": 64, "files": 8, "layer": 1e8}
+    row |= {"source_bytes": 4e9, "layers": 40, "experts": 64, "source_files": 8}
+    row |= {"layer_bytes": 1e8}
     keys = ("command", "date", "commit", "chip", "cores", "memory_gb", "system", "device")
-    text = page(facts, dict.fromkeys(keys, "x"), [row])
+    text = page(dict.fromkeys(keys, "x"), [row])
     for words in ("1.20", "300 MB", "2 GB", "| NO |", "4 GB, 40 layers", "Not an Apple GPU"):
         assert words in text
-    assert os.path.isabs("/") and str(os.getcwd()) not in text
+    assert str(os.getcwd()) not in text
+    assert broken([row]) == ["4 bits: the files after kills are not those of a run left alone"]
+    assert len(broken([row | {"peak": 3e9, "ratio": 1.4, "same_bits": False}])) == 4

@@ -6,26 +6,33 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mlx_kda.cli import parsing
+from mlx_kda.cli import checks, parsing
 from mlx_kda.cli.benchmarks import BENCHMARKS, LONGEST, Benchmark
 from mlx_kda.cli.output import note
+from mlx_kda.cli.promises import PROMISES, Promise
 from mlx_kda.cli.stopping import ending
+from mlx_kda.files import write_text
 
 SUMMARY = "measure against peers on this machine"
+KINDS = {**BENCHMARKS, **PROMISES}
+BROKEN = 1  # exit status where a promise was not kept
 EXAMPLE = (
     "mlx-kda bench op --tokens 1,512,2048 --heads 32\n"
     "  mlx-kda bench model kimi-4bit --contexts 1024,8192\n"
     "  mlx-kda bench all --report report.md        # the page to send in from a Mac\n"
+    "  mlx-kda bench constant examples/tiny-fla-kda --text book.txt --report constant.md\n"
     "  mlx-kda bench plot results/op.json op"
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", metavar="WHAT", required=True)
-    for benchmark in BENCHMARKS.values():
+    for benchmark in KINDS.values():
         kind = kinds.add_parser(benchmark.name, help=benchmark.what, description=benchmark.what)
         benchmark.add_arguments(kind)
         kind.add_argument("--out", metavar="DIR", help=f"write {benchmark.name}.json and .csv")
+        if isinstance(benchmark, Promise):
+            kind.add_argument("--report", metavar="FILE", help="Markdown page to write")
 
     everything = kinds.add_parser(
         "all",
@@ -71,7 +78,9 @@ def _run(args: argparse.Namespace) -> int:
         for path in draw(saved, Path(args.picture)):
             note(f"wrote {path}")
         return 0
-    command = shlex.join(["mlx-kda", *sys.argv[1:]])
+    # A scratch folder's path says nothing to others, and pages are published.
+    scratch = getattr(args, "folder", None)
+    command = shlex.join("FOLDER" if a == scratch else a for a in ["mlx-kda", *sys.argv[1:]])
     if args.kind == "all":
         from mlx_kda.bench import report
 
@@ -79,18 +88,27 @@ def _run(args: argparse.Namespace) -> int:
         note(f"wrote {args.report}")
         return 0
 
-    benchmark = BENCHMARKS[args.kind]
+    benchmark = KINDS[args.kind]
+    report = getattr(args, "report", None)
+    checks.writable(report, "--report")
     rows = run_one(benchmark, args)
     print(results.markdown(rows, benchmark.columns))
     if benchmark.note:
         note(benchmark.note)
-    if args.out:
+    if args.out or report:
         from mlx_kda.bench import machine
 
         about = machine.describe(command)
-        for path in results.save(Path(args.out), args.kind, about, rows):
+        written = results.save(Path(args.out), args.kind, about, rows) if args.out else ()
+        if report:
+            write_text(Path(report), benchmark.page(about, rows))
+            written = (*written, Path(report))
+        for path in written:
             note(f"wrote {path}")
-    return 0
+    broken = benchmark.broken(rows) if isinstance(benchmark, Promise) else []
+    for line in broken:
+        note(f"not kept: {line}")
+    return BROKEN if broken else 0
 
 
 def run_one(benchmark: Benchmark, args: argparse.Namespace) -> list[dict[str, Any]]:
