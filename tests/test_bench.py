@@ -1,8 +1,8 @@
 """The benchmark command: what it writes, and what it refuses."""
 
 import json
-from pathlib import Path
 import time
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
