@@ -1,15 +1,13 @@
 """`bench quality`: what a recipe costs, as perplexity on a text that the model never saw.
 
-Each recipe is converted into a temporary folder, loaded and judged. The default recipe leaves the
-gate path alone; beside it stand recipes that quantise the gate path too, at the same bits, and at
-the same size, where the bytes saved go to other weights.
+Each recipe (see `quality_recipes`) is converted into a temporary folder, loaded and judged.
 """
 
 import math
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,73 +19,15 @@ from mlx.utils import tree_map
 from ..convert import convert
 from ..errors import UserError
 from ..models import load
+from .quality_recipes import FAMILIES, Recipe
 
 STEP = 512  # tokens a pass: logits of every one are in memory
-AFFINE_BITS = (8, 6, 5, 4, 3, 2)
 # The recipes of a run that names none; the first is what the others are held against.
 RECIPES = (
-    "source", "q4", "q4+gates", "q4=size", "q4+gates=size", "q3", "q3+gates", "q2", "q2+gates",
-    "mxfp4", "mxfp4+gates", "q8", "q6",
+    "source", "q8", "q6", "q6=size", "q5", "q5=size", "q4", "q4=size", "q3", "q3=size", "q2",
+    "q4+gates", "q4+gates8", "q3+gates", "q2+gates", "mxfp4", "mxfp4+gates",
+    *(f"q{bits}@{family.replace(' ', '-')}" for bits in (4, 3) for family in FAMILIES),
 )  # fmt: skip
-GATE_PATH = "gate path"  # the reason that the default recipe gives for what it keeps
-_BASES = {f"q{bits}": {"q_bits": bits} for bits in AFFINE_BITS} | {
-    mode: {"q_bits": bits, "q_mode": mode} for mode, bits in (("mxfp4", 4), ("nvfp4", 4))
-}
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A recipe by its name: source, q4, mxfp4, q4+gates, q4=size, q4+gates=size, ...
-
-    base: "source", or the default recipe at some bits. gates: the gate path in the same bits too.
-    same_size: bits chosen weight by weight, in as many bytes as the base's default recipe takes.
-    """
-
-    base: str
-    gates: bool = False
-    same_size: bool = False
-
-    @classmethod
-    def parse(cls, name: str) -> "Recipe":
-        """Raises UserError for a name that is none."""
-        rest, same_size = name.removesuffix("=size"), name.endswith("=size")
-        base, gates = rest.removesuffix("+gates"), rest.endswith("+gates")
-        plain = base == "source" and name == base
-        if not plain and (base not in _BASES or (same_size and not base.startswith("q"))):
-            raise UserError(
-                f"no recipe {name!r}: there are source, {', '.join(_BASES)}, each of them with "
-                "+gates (the gate path quantised too), and q4=size, q4+gates=size (and so on: the "
-                "same bytes, spent where the measured error is largest)"
-            )
-        return cls(base, gates, same_size)
-
-    def __str__(self) -> str:
-        return self.base + ("+gates" if self.gates else "") + ("=size" if self.same_size else "")
-
-    def words(self) -> str:
-        """What a reader of a table needs to know of it."""
-        if self.base == "source":
-            return "source, not quantised"
-        bits = f"{self.base[1:]} bits" if self.base[0] == "q" else self.base
-        if self.same_size:
-            bits = f"mixed bits in the size of {bits}"
-        return f"{bits}, the gate path too" if self.gates else bits
-
-    def options(self, source: str | Path, scratch: Path) -> dict[str, Any]:
-        """The arguments of ``convert``; a default conversion tells paths and size for the rest."""
-        options = dict(_BASES.get(self.base, {}))
-        if not (self.gates or self.same_size):
-            return options
-        default = convert(source, scratch / f"{self.base}-default", **options, overwrite=True)
-        if self.gates:
-            q = default.quantization
-            how = f"{q['bits']},{q['group_size']},{q['mode']}"
-            gates = [path for path, why in default.kept.items() if why == GATE_PATH]
-            options["q_rules"] = [f"{path}={how}" for path in gates]
-        if self.same_size:
-            del options["q_bits"]
-            options["target_bpw"] = default.bits_per_weight
-        return options
 
 
 @dataclass(frozen=True)
@@ -123,7 +63,7 @@ def run(source: str | Path, text: str, recipes: Sequence[str]) -> Iterator[dict[
     with tempfile.TemporaryDirectory(prefix="mlx-kda-quality-") as scratch:
         for recipe in parsed:
             row, found[recipe] = judge(source, text, recipe, Path(scratch))
-            without = replace(recipe, gates=False)
+            without = recipe.without_gates
             if recipe.gates and without in found:
                 mine, other = found[recipe], found[without]
                 row |= mean("gates_nats", mine.nats - other.nats)
@@ -161,6 +101,8 @@ def judge(
         "computed_in": str(model.model.dtype).removeprefix("mlx.core."),
         "seconds": time.perf_counter() - start,
     }
+    if recipe.family is not None:
+        row["relative_error"] = recipe.relative_error(source)
     return row, tokens
 
 
