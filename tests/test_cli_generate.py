@@ -77,7 +77,7 @@ def test_streamed_text_is_the_json_text(generate):
 def test_stats_go_to_standard_error(generate):
     status, out, err = generate("--prompt", "hi", "--max-tokens", "3", "--stats")
     assert status == 0 and "tokens/s" not in out
-    for words in ("prompt: ", "generation: ", "peak memory: "):
+    for words in ("prompt: ", "answer: ", "peak memory: "):
         assert words in err
 
 

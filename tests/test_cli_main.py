@@ -1,6 +1,8 @@
 """The program: help, exit statuses, and one line for every failure."""
 
+import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +24,31 @@ def test_help_shows_an_example(command, capsys):
     assert stop.value.code == 0
     out = capsys.readouterr().out
     assert "example:\n  mlx-kda" in out and f"mlx-kda {command} " in out.split("example:")[1] + " "
+
+
+def parsers(parser=None):
+    """Every parser of the program."""
+    parser = program.build_parser() if parser is None else parser
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for one in action.choices.values():
+                yield from parsers(one)
+
+
+def test_every_option_says_what_it_is():
+    """And the same things in the same words: what a MODEL is, how a default is told."""
+    for parser in parsers():
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                continue
+            where = f"{parser.prog} {action.dest}"
+            assert action.help, where
+            if action.dest in ("model", "source") and "folder" in action.help:
+                assert re.search("checkpoint|model|converted", action.help), where
+            if action.default not in (None, False, []) and action.nargs != 0:
+                assert "default" in action.help, where
+            assert not re.search(r"\bKb|\bkB|\bGiB|\bMiB|tok/s|tokens a second", action.help), where
 
 
 def test_help_lists_every_command_and_imports_nothing_heavy():

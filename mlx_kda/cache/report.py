@@ -57,7 +57,7 @@ def _kda(config: Any, dtype: mx.Dtype) -> tuple[str, int, int]:
     state = math.prod(config.linear_state_shape) * mx.float32.size
     channels = 2 * config.linear_key_width + config.linear_value_width
     windows = channels * (config.linear_conv_kernel_dim - 1) * dtype.size
-    return "state in float32 and windows, fixed", state + windows, 0
+    return "state in float32 and convolution windows, fixed", state + windows, 0
 
 
 def _mla(config: Any, policy: Policy, dtype: mx.Dtype) -> tuple[str, int, int]:

@@ -41,13 +41,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     everything.add_argument("--report", metavar="FILE", required=True, help="page to write")
     everything.add_argument(
-        "--model", metavar="MODEL", help="MLX folder (default: the small checkpoint, converted)"
+        "--model",
+        metavar="MODEL",
+        help="folder of a checkpoint (default: the small one, converted)",
     )
     everything.add_argument(
-        "--budget", type=parsing.number(float, 0.1, LONGEST), default=10.0, metavar="S"
+        "--budget",
+        type=parsing.number(float, 0.1, LONGEST),
+        default=10.0,
+        metavar="S",
+        help="seconds a candidate and size may take (default: 10)",
     )
     everything.add_argument(
-        "--tokens", type=parsing.numbers, default=[1, 64, 512, 2048], metavar="T,T"
+        "--tokens",
+        type=parsing.numbers,
+        default=[1, 64, 512, 2048],
+        metavar="T,T",
+        help="tokens of op (default: 1,64,512,2048)",
     )
     everything.add_argument(
         "--cuda",

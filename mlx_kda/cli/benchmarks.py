@@ -30,7 +30,13 @@ class Benchmark:
 
 
 def _timed(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--samples", type=parsing.number(int, 3, MOST), default=7, metavar="N")
+    parser.add_argument(
+        "--samples",
+        type=parsing.number(int, 3, MOST),
+        default=7,
+        metavar="N",
+        help="samples of a candidate and size (default: 7)",
+    )
     parser.add_argument(
         "--budget",
         type=parsing.number(float, 0.1, LONGEST),
@@ -42,11 +48,40 @@ def _timed(parser: argparse.ArgumentParser) -> None:
 
 def _op_arguments(parser: argparse.ArgumentParser) -> None:
     _timed(parser)
-    parser.add_argument("--tokens", type=parsing.numbers, default=[1, 64, 512, 2048], metavar="T,T")
-    parser.add_argument("--heads", type=parsing.numbers, default=[4, 32], metavar="H,H")
-    parser.add_argument("--dim", type=parsing.number(int, 1, MOST), default=128, metavar="D")
-    parser.add_argument("--batch", type=parsing.number(int, 1, MOST), default=1, metavar="B")
-    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32")
+    parser.add_argument(
+        "--tokens",
+        type=parsing.numbers,
+        default=[1, 64, 512, 2048],
+        metavar="T,T",
+        help="tokens (default: 1,64,512,2048)",
+    )
+    parser.add_argument(
+        "--heads",
+        type=parsing.numbers,
+        default=[4, 32],
+        metavar="H,H",
+        help="heads (default: 4,32)",
+    )
+    parser.add_argument(
+        "--dim",
+        type=parsing.number(int, 1, MOST),
+        default=128,
+        metavar="D",
+        help="Dk and Dv (default: 128)",
+    )
+    parser.add_argument(
+        "--batch",
+        type=parsing.number(int, 1, MOST),
+        default=1,
+        metavar="B",
+        help="sequences side by side (default: 1)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "float16", "bfloat16"),
+        default="float32",
+        help="of the activations (default: float32)",
+    )
     parser.add_argument("--row", default="random", help="kind of inputs (default: random)")
     parser.add_argument("--paths", default="auto", help="ours to run (default: auto)")
 
@@ -78,8 +113,14 @@ def _op_rows(args: argparse.Namespace) -> Rows:
 
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
     _timed(parser)
-    parser.add_argument("model", metavar="MODEL")
-    parser.add_argument("--contexts", type=parsing.numbers, default=[1024, 8192], metavar="N,N")
+    parser.add_argument("model", metavar="MODEL", help="folder of a checkpoint")
+    parser.add_argument(
+        "--contexts",
+        type=parsing.numbers,
+        default=[1024, 8192],
+        metavar="N,N",
+        help="tokens in the context (default: 1024,8192)",
+    )
 
 
 def _model_rows(args: argparse.Namespace) -> Rows:
@@ -90,7 +131,14 @@ def _model_rows(args: argparse.Namespace) -> Rows:
 
 
 def _launches_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--q-bits", type=int, choices=(0, 4, 8), default=4, metavar="N")
+    parser.add_argument(
+        "--q-bits",
+        type=int,
+        choices=(0, 4, 8),
+        default=4,
+        metavar="N",
+        help="bits of the weights, 0 for bfloat16 (default: 4)",
+    )
 
 
 def _launches_rows(args: argparse.Namespace) -> Rows:
@@ -100,9 +148,27 @@ def _launches_rows(args: argparse.Namespace) -> Rows:
 
 
 def _counters_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=parsing.number(int, 1, MOST), default=64, metavar="T")
-    parser.add_argument("--dim", type=int, choices=range(32, 257, 32), default=128, metavar="D")
-    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
+    parser.add_argument(
+        "--tokens",
+        type=parsing.number(int, 1, MOST),
+        default=64,
+        metavar="T",
+        help="tokens (default: 64)",
+    )
+    parser.add_argument(
+        "--dim",
+        type=int,
+        choices=range(32, 257, 32),
+        default=128,
+        metavar="D",
+        help="Dk and Dv (default: 128)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "float16", "bfloat16"),
+        default="bfloat16",
+        help="of the activations (default: bfloat16)",
+    )
 
 
 def _counters_rows(args: argparse.Namespace) -> Rows:
@@ -112,9 +178,17 @@ def _counters_rows(args: argparse.Namespace) -> Rows:
 
 
 def _convert_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SRC")
-    parser.add_argument("--q-bits", type=int, choices=(2, 3, 4, 5, 6, 8), metavar="N")
-    parser.add_argument("--samples", type=parsing.number(int, 1, MOST), default=3, metavar="N")
+    parser.add_argument("source", metavar="SRC", help="folder of the checkpoint")
+    parser.add_argument(
+        "--q-bits", type=int, choices=(2, 3, 4, 5, 6, 8), metavar="N", help="quantise to N bits"
+    )
+    parser.add_argument(
+        "--samples",
+        type=parsing.number(int, 1, MOST),
+        default=3,
+        metavar="N",
+        help="conversions by each (default: 3)",
+    )
 
 
 def _convert_rows(args: argparse.Namespace) -> Rows:
@@ -125,16 +199,26 @@ def _convert_rows(args: argparse.Namespace) -> Rows:
 
 
 def _endurance_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=parsing.number(int, 0, MOST), default=30_000, metavar="N")
     parser.add_argument(
-        "--prompts", type=parsing.numbers, default=[20_000, 100_000], metavar="N,N", help="lengths"
+        "--steps",
+        type=parsing.number(int, 0, MOST),
+        default=30_000,
+        metavar="N",
+        help="tokens to decode (default: 30000)",
+    )
+    parser.add_argument(
+        "--prompts",
+        type=parsing.numbers,
+        default=[20_000, 100_000],
+        metavar="N,N",
+        help="tokens of each prompt (default: 20000,100000)",
     )
     parser.add_argument(
         "--policy",
         type=parsing.policy,
         default="window:1024+16",
         metavar="P",
-        help="default: window:1024+16",
+        help="a cache policy (default: window:1024+16)",
     )
 
 
@@ -149,7 +233,7 @@ def _endurance_rows(args: argparse.Namespace) -> Rows:
 
 def _quality_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="folder or hub id, not quantised")
-    parser.add_argument("--text", required=True, metavar="FILE", help="in UTF-8")
+    parser.add_argument("--text", required=True, metavar="FILE", help="text in UTF-8")
     parser.add_argument(
         "--recipes",
         metavar="R,R",
@@ -167,9 +251,15 @@ def _quality_rows(args: argparse.Namespace) -> Rows:
 
 
 def _cuda_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=parsing.numbers, metavar="T,T", help="default: 1 to 32768")
-    parser.add_argument("--heads", type=parsing.numbers, metavar="H,H", help="even; default: 32,96")
-    parser.add_argument("--frameworks", default="mlx,torch", help="default: mlx,torch")
+    parser.add_argument(
+        "--tokens", type=parsing.numbers, metavar="T,T", help="tokens (default: 1 to 32768)"
+    )
+    parser.add_argument(
+        "--heads", type=parsing.numbers, metavar="H,H", help="heads, even numbers (default: 32,96)"
+    )
+    parser.add_argument(
+        "--frameworks", default="mlx,torch", metavar="F,F", help="default: mlx,torch"
+    )
 
 
 def _cuda_rows(args: argparse.Namespace) -> Rows:
@@ -194,11 +284,29 @@ def _profile_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--vocab", type=parsing.number(int, 1, MOST), metavar="N", help="its vocabulary"
     )
-    parser.add_argument("--q-bits", type=int, choices=(0, 4, 8), default=0, metavar="N")
-    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
+    parser.add_argument(
+        "--q-bits",
+        type=int,
+        choices=(0, 4, 8),
+        default=0,
+        metavar="N",
+        help="bits of its weights, 0 for not quantised (default: 0)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "float16", "bfloat16"),
+        default="bfloat16",
+        help="of the activations (default: bfloat16)",
+    )
     parser.add_argument("--runner", default="auto", help="of the KDA layers (default: auto)")
     parser.add_argument("--device", choices=("cpu", "gpu"), help="default: MLX's own choice")
-    parser.add_argument("--tokens", type=parsing.number(int, 1, MOST), default=512, metavar="T")
+    parser.add_argument(
+        "--tokens",
+        type=parsing.number(int, 1, MOST),
+        default=512,
+        metavar="T",
+        help="tokens of the prefill (default: 512)",
+    )
     _timed(parser)
 
 

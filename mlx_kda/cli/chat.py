@@ -34,11 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "project's repository, converted to 4 bits the first time)",
     )
     parser.add_argument("--system", type=parsing.text, metavar="TEXT", help="a system message")
-    parser.add_argument("--resume", metavar="FILE", help="go on with a saved session")
+    parser.add_argument(
+        "--resume",
+        metavar="FILE",
+        help="go on with the session of this file, and leave the file alone",
+    )
     parser.add_argument(
         "--session",
         metavar="FILE",
-        help="save the session there at the end, and go on with it if it is there already",
+        help="keep the session in this file, saved between turns and at the end; one that exists "
+        "goes on",
     )
     add_memory(parser)
     add_sampling(parser)

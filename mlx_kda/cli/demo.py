@@ -33,18 +33,32 @@ PREFILL_STEP = 512  # of the long text, so that its progress is seen
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "source", nargs="?", metavar="SRC", help="default: examples/tiny-kimi-linear"
+        "source",
+        nargs="?",
+        metavar="SRC",
+        help="folder of a checkpoint (default: examples/tiny-kimi-linear)",
     )
-    parser.add_argument("--q-bits", type=int, choices=(2, 3, 4, 5, 6, 8), default=4, metavar="N")
     parser.add_argument(
-        "--max-tokens", type=parsing.number(int, 1), default=40, metavar="N", help="of each answer"
+        "--q-bits",
+        type=int,
+        choices=(2, 3, 4, 5, 6, 8),
+        default=4,
+        metavar="N",
+        help="quantise to N bits (default: 4)",
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=parsing.number(int, 1),
+        default=40,
+        metavar="N",
+        help="tokens of an answer at most (default: 40)",
     )
     parser.add_argument(
         "--tokens",
         type=parsing.number(int, 64),
         default=2048,
         metavar="N",
-        help="of the text that hides the pass key (default: 2048)",
+        help="tokens of the text that hides the pass key (default: 2048)",
     )
     parser.add_argument(
         "--policy",
@@ -129,7 +143,8 @@ def _converse(model: Any, tokenizer: Any, policy: str, max_tokens: int) -> None:
     text.prefill(OPENING)
     output.write(OPENING)
     _stream(text.generate(max_tokens, statistics=statistics))
-    _detail(f"{statistics.generation_tokens} tokens, {statistics.generation_tps:.1f} a second")
+    s = statistics
+    _detail(f"{s.generation_tokens:,} tokens generated, {s.generation_tps:.1f} tokens/s")
 
 
 def _find_key(model: Any, tokenizer: Any, policy: str, tokens: int) -> "tuple[Session, str]":
@@ -170,7 +185,7 @@ def _reading(session: "Session", done: int, total: int, rate: float) -> str:
     for layer in session.layers():
         held[layer.kind] += layer.bytes_at(done)
     return (
-        f"{done:6,} of {total:,} tokens, {rate:,.0f} a second; KDA states "
+        f"{done:6,} of {total:,} tokens, {rate:,.0f} tokens/s; KDA states "
         f"{size(held['kda'])}, latents {size(held['mla'])}, peak memory "
         f"{size(peak_memory()[0])}"
     )
@@ -242,10 +257,10 @@ def _paths(model: Any, dtype: str) -> dict[str, str]:
 
 def _rates(statistics: "Statistics") -> str:
     s = statistics
-    reused = f" ({s.reused_tokens:,} more were in the cache)" if s.reused_tokens else ""
+    reused = f", {s.reused_tokens:,} re-used" if s.reused_tokens else ""
     return (
-        f"read {s.prefilled_tokens:,} tokens{reused}, said {s.generation_tokens:,} at "
-        f"{s.generation_tps:.1f} a second"
+        f"{s.prefilled_tokens:,} tokens prefilled{reused}; {s.generation_tokens:,} generated, "
+        f"{s.generation_tps:.1f} tokens/s"
     )
 
 

@@ -17,7 +17,9 @@ EXAMPLE = "mlx-kda doctor kimi-4bit\n  mlx-kda doctor --runner emulator-fast"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="folder or hub id")
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="folder or hub id of a checkpoint"
+    )
     parser.add_argument(
         "--runner",
         choices=RUNNERS,
@@ -26,7 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="metal, cuda, emulator (checked, slow), emulator-fast; default: what a model would "
         "use here",
     )
-    parser.add_argument("--heads", type=number(int, 1, 1024), metavar="H", help="without MODEL")
+    parser.add_argument(
+        "--heads",
+        type=number(int, 1, 1024),
+        metavar="H",
+        help="heads to check without MODEL (default: 32)",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 

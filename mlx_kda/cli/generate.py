@@ -1,7 +1,7 @@
 """Answer one prompt, or go on from a text with --raw, streaming to standard output.
 
-With --session the text, its cache and its checkpoints are kept in a file: a later run goes on from
-there without reading anything again, and Ctrl-C keeps what was read and said so far.
+With --session the session is kept in a file: a later run goes on from there without reading
+anything again, and Ctrl-C keeps what was read and said so far.
 """
 
 import argparse
@@ -39,9 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-p",
         type=parsing.text,
         metavar="TEXT",
-        help="the prompt; - reads standard input",
+        help="the prompt; - is standard input",
     )
-    source.add_argument("--prompt-file", metavar="FILE", help="a file in UTF-8; - as above")
+    source.add_argument(
+        "--prompt-file", metavar="FILE", help="the prompt from a file in UTF-8; - is standard input"
+    )
     parser.add_argument(
         "--system", type=parsing.text, metavar="TEXT", help="a system message before the prompt"
     )
@@ -54,10 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--session",
         metavar="FILE",
-        help="keep the session there; one that exists goes on, and with no new prompt from its "
-        "last token",
+        help="keep the session in this file; one that exists goes on, and with no new prompt from "
+        "its last token",
     )
-    parser.add_argument("--stats", action="store_true", help="rates and memory on standard error")
+    parser.add_argument(
+        "--stats", action="store_true", help="tokens/s and memory on standard error"
+    )
     parser.add_argument(
         "--json", action="store_true", help="one JSON object with text, tokens and statistics"
     )

@@ -29,7 +29,9 @@ CONTEXTS = {"8K": 8 * 1024, "128K": 128 * 1024, "1M": 1024 * 1024}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="folder of a checkpoint")
+    parser.add_argument(
+        "model", metavar="MODEL", help="folder of a checkpoint, which need not be able to run"
+    )
     parser.add_argument(
         "--policy",
         type=parsing.policy,

@@ -1,6 +1,7 @@
 """What a model takes at a context, under each cache policy, beside this machine's memory.
 
-From its config and file headers alone; no weights are read. Works on Hugging Face and MLX folders.
+From its config and file headers alone; no weights are read. Works on folders of Hugging Face and
+of MLX.
 """
 
 import argparse
@@ -96,4 +97,4 @@ def _print(args: argparse.Namespace, dtype: str, memory: Any, needs: list[Any]) 
         f"working set: predicted, for prompts read {args.prefill_step:,} tokens at a time; a "
         "window and fewer bits are approximations"
     )
-    console.print(f"a session holds up to {size(DEFAULT_BUDGET)} of checkpoints besides")
+    console.print(f"a session holds up to {size(DEFAULT_BUDGET)} of session checkpoints besides")

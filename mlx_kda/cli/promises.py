@@ -74,7 +74,9 @@ def _streaming_arguments(parser: argparse.ArgumentParser) -> None:
             type=parsing.number(int, 1, 1000),
             default=value,
             metavar="N",
-            help=f"default: {value}",
+            help=f"of the checkpoint (default: {value})"
+            if name != "samples"
+            else f"conversions by each (default: {value})",
         )
 
 

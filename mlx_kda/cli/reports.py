@@ -8,13 +8,17 @@ if TYPE_CHECKING:
     from mlx_kda.cache.report import LayerReport
     from mlx_kda.generate import Statistics
 
-_ENDS = {"stop": "an end token", "length": "the limit of tokens", "interrupted": "Ctrl-C"}
+_ENDS = {
+    "stop": "an end token",
+    "length": "--max-tokens or the context's end",
+    "interrupted": "a signal",
+}
 
 
 def describe(statistics: "Statistics") -> list[str]:
     """The statistics of one generation, as lines."""
     s = statistics
-    reused = f", {s.reused_tokens:,} more were in the cache" if s.reused_tokens else ""
+    reused = f", {s.reused_tokens:,} re-used" if s.reused_tokens else ""
     by = "MLX" if s.peak_memory_source == "mlx" else "the whole process"
     guessed = (
         [f"speculation: {s.accepted_tokens:,} of {s.drafted_tokens:,} guessed tokens were right"]
@@ -22,8 +26,8 @@ def describe(statistics: "Statistics") -> list[str]:
         else []
     )
     return [
-        f"prompt: {s.prefilled_tokens:,} tokens, {s.prompt_tps:.1f} tokens/s{reused}",
-        f"generation: {s.generation_tokens:,} tokens, {s.generation_tps:.1f} tokens/s"
+        f"prompt: {s.prefilled_tokens:,} tokens prefilled, {s.prompt_tps:.1f} tokens/s{reused}",
+        f"answer: {s.generation_tokens:,} tokens generated, {s.generation_tps:.1f} tokens/s"
         + (f", ended by {_ENDS[s.finish_reason]}" if s.finish_reason else ""),
         *guessed,
         f"cache: {size(s.cache_bytes)}, policy {s.policy}",
@@ -61,22 +65,23 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join("-".join(map(str, run)) for run in runs)
 
 
-def kda_paths(config: Any, dtype: str, prompt: int = 2048) -> dict[str, str]:
+def kda_paths(config: Any, dtype: str, prompt: int | None = None) -> dict[str, str]:
     """What runs a model's KDA layers on this machine for one sequence, and why.
 
-    By "prefill" (of ``prompt`` tokens) and "decode"; ``config`` is the model's, ``dtype`` what
-    it computes in.
+    By "prefill" (of ``prompt`` tokens, by default a step) and "decode"; ``config`` is the model's,
+    ``dtype`` what it computes in.
     """
     import mlx.core as mx
 
     import mlx_kda
+    from mlx_kda.context import prefill_step
     from mlx_kda.kernels import resolve
     from mlx_kda.kernels.layer import choose
 
     H, (Hv, Dv, Dk) = config.linear_num_heads, config.linear_state_shape
     on_kernels = resolve()[0] != "ops"
     paths = {}
-    for name, T in (("prefill", prompt), ("decode", 1)):
+    for name, T in (("prefill", prompt or prefill_step()), ("decode", 1)):
         choice = choose(T, Dk, Dv, getattr(mx, dtype), config.linear_conv_kernel_dim)
         if on_kernels and choice.kernel is not None:
             paths[name] = f"{choice.kernel}: {choice.reason}"

@@ -23,11 +23,12 @@ HELP = """\
 /edit [TEXT]     put TEXT in place of the last message; without TEXT, change it on the next line
 /fork [NAME]     keep the conversation as it is and go on in a copy
 /switch [NAME]   go to a conversation that was kept; without NAME, list them
-/save FILE       write the conversation and its cache to a file
-/load FILE       go on with a saved one
+/save FILE       write the session to a file
+/load FILE       go on with the session of a file
 /system [TEXT]   another system message; without TEXT, none
-/set [NAME VALUE]  an option of sampling: max-tokens, temp, top-p, top-k, min-p, ...
-/stats           tokens, rates and memory of the last answer, and the context used
+/set [NAME VALUE]  set an option: max-tokens, temp, top-p, top-k, min-p, seed, ...; without,
+                 show them
+/stats           tokens, tokens/s and memory of the last answer, and the context used
 /reset           forget the conversation (the system message stays)
 /help            this list
 /exit            end; so does the end of input (Ctrl-D)"""
@@ -248,6 +249,7 @@ class Talk:
         for line in reports.describe(self.last) if self.last else ["nothing answered yet"]:
             output.note(line)
         output.note(f"context: {len(context.tokens):,} tokens{limit}")
-        output.note(f"checkpoints: {len(context.checkpoints)}, {size(context.checkpoints.nbytes)}")
+        points = context.checkpoints
+        output.note(f"session checkpoints: {len(points)}, {size(points.nbytes)}")
         for line in reports.describe_layers(self.session.layers(), len(context.tokens)):
             output.note(line)

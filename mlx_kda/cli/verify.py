@@ -20,7 +20,9 @@ FAILED = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="OUT", help="the converted folder")
-    parser.add_argument("--source", metavar="SRC", help="folder or hub id that it was made from")
+    parser.add_argument(
+        "--source", metavar="SRC", help="folder or hub id of the checkpoint that it was made from"
+    )
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub id")
     parser.add_argument(
         "--tokens",
