@@ -232,7 +232,9 @@ def _endurance_rows(args: argparse.Namespace) -> Rows:
 
 
 def _quality_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SRC", help="folder or hub id, not quantised")
+    parser.add_argument(
+        "source", metavar="SRC", help="folder or hub id of a checkpoint, not quantised"
+    )
     parser.add_argument("--text", required=True, metavar="FILE", help="text in UTF-8")
     parser.add_argument(
         "--recipes",
@@ -276,7 +278,9 @@ def _cuda_rows(args: argparse.Namespace) -> Rows:
 
 
 def _profile_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", nargs="?", help="folder, or else --shape")
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", help="folder of a checkpoint, or else --shape"
+    )
     parser.add_argument("--shape", choices=("48b",), help="a random model of this shape instead")
     parser.add_argument(
         "--layers", type=parsing.number(int, 1, MOST), metavar="N", help="its first N"
