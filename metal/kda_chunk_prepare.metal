@@ -7,8 +7,8 @@
 //
 // Decays are only ever multiplied, and all are at most 1: running products inside the two blocks of
 // 8 tokens, (prefix in the later block) x (suffix in the earlier one) across them. Nothing
-// overflows for any gate. The inverse is forward substitution on the two 8 x 8 diagonal blocks and
-// one merge, in float32; a Neumann series fails on repeated keys.
+// overflows for any gate. The inverse is forward substitution in float32; a Neumann series fails on
+// repeated keys.
 //
 // Inputs   q, k [B,T,H,Dk]  g, A_log, dt_bias, beta (see kda_common.h)  lengths [>=B] int
 //          dims [T, H, Hv, start, chunks] int  params [scale, bound] float
@@ -38,8 +38,7 @@ threadgroup float block_decay[2 * W];
 threadgroup float across[4 * 2 * KDA_TILE];
 threadgroup float below[2 * KDA_TILE];   // beta_i N_ij of the diagonal blocks
 threadgroup float corner[KDA_TILE];      // beta_i N_ij across
-threadgroup float inverse[2 * KDA_TILE];
-threadgroup float merged[KDA_TILE];
+threadgroup float inverse[3 * KDA_TILE];
 threadgroup float beta_s[KDA_CHUNK];
 
 threadgroup float* k_s = stage;
@@ -104,25 +103,27 @@ for (int base = 0; base < Dk; base += W) {
   if (block < 2) {
     const int channel = base + c;
     const float bias = raw ? float(dt_bias[hv * Dk + channel]) : 0.0f;
+    // Without a branch, so that all of it is on its way at once; what is past the end is not used.
+    KDA_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      const size_t at = size_t(b) * T + first + clamp(block * 8 + i, 0, max(valid - 1, 0));
+      k_c[i] = float(k[(at * H + h) * Dk + channel]);
+      q_c[i] = float(q[(at * H + h) * Dk + channel]);
+      suffix[i] = 0.0f;
+      if (GATE == KDA_GATE_HEAD) {
+        suffix[i] = float(g[at * Hv + hv]);
+      } else if (GATE != KDA_GATE_NONE) {
+        suffix[i] = float(g[(at * Hv + hv) * Dk + channel]);
+      }
+    }
     float product = 1.0f;
     KDA_UNROLL
     for (int i = 0; i < 8; ++i) {
       const int t = block * 8 + i;
-      float decay_t = 1.0f;
-      k_c[i] = 0.0f;
-      q_c[i] = 0.0f;
-      if (t < valid) {
-        const size_t at = size_t(b) * T + first + t;
-        k_c[i] = float(k[(at * H + h) * Dk + channel]);
-        q_c[i] = scale * float(q[(at * H + h) * Dk + channel]);
-        float x = 0.0f;
-        if (GATE == KDA_GATE_HEAD) {
-          x = float(g[at * Hv + hv]);
-        } else if (GATE != KDA_GATE_NONE) {
-          x = float(g[(at * Hv + hv) * Dk + channel]);
-        }
-        decay_t = kda_decay<GATE>(x, rate, bias, bound);
-      }
+      const float given = kda_decay<GATE>(suffix[i], rate, bias, bound);
+      const float decay_t = t < valid ? given : 1.0f;
+      k_c[i] = t < valid ? k_c[i] : 0.0f;
+      q_c[i] = t < valid ? scale * q_c[i] : 0.0f;
       product *= decay_t;
       prefix[i] = product;
       suffix[i] = decay_t;
@@ -271,45 +272,44 @@ threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
-if (sg == 0) {
-  // Lane = one column of one block's inverse: x_i = [i = column] - sum_(m < i) A_im x_m.
-  if (lane < 16) {
-    const int block = lane / 8;
-    const int column = lane % 8;
-    float x[8];
+if (tid < KDA_CHUNK) {
+  // Lane = one column of the inverse: x_i = [i = column] - sum_(m < i) A_im x_m.
+  const int block = tid / 8;
+  const int column = tid % 8;
+  float x[8];
+  KDA_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    float sum = 0.0f;
+    KDA_UNROLL
+    for (int m = 0; m < 8; ++m) {
+      if (m < i) {  // constant bounds, so that x stays in registers
+        sum = fma(below[block * KDA_TILE + i * 8 + m], x[m], sum);
+      }
+    }
+    x[i] = (i == column ? 1.0f : 0.0f) - sum;
+    inverse[2 * block * KDA_TILE + i * 8 + column] = x[i];
+  }
+  if (block == 0) {
+    float y[8];
     KDA_UNROLL
     for (int i = 0; i < 8; ++i) {
       float sum = 0.0f;
       KDA_UNROLL
       for (int m = 0; m < 8; ++m) {
-        if (m < i) {  // constant bounds, so that x stays in registers
-          sum = fma(below[block * KDA_TILE + i * 8 + m], x[m], sum);
+        sum = fma(corner[i * 8 + m], x[m], sum);
+      }
+      KDA_UNROLL
+      for (int m = 0; m < 8; ++m) {
+        if (m < i) {
+          sum = fma(below[KDA_TILE + i * 8 + m], y[m], sum);
         }
       }
-      x[i] = (i == column ? 1.0f : 0.0f) - sum;
-      inverse[block * KDA_TILE + i * 8 + column] = x[i];
+      y[i] = -sum;
+      inverse[KDA_TILE + i * 8 + column] = y[i];
     }
   }
-  simdgroup_barrier(mem_flags::mem_threadgroup);
-  simdgroup_float8x8 left;
-  simdgroup_float8x8 right;
-  simdgroup_float8x8 product = make_filled_simdgroup_matrix<float, 8>(0.0f);
-  simdgroup_load(left, corner, 8);
-  simdgroup_load(right, inverse, 8);
-  simdgroup_multiply(product, left, right);
-  simdgroup_load(left, inverse + KDA_TILE, 8);
-  simdgroup_multiply(right, left, product);
-  simdgroup_store(right, merged, 8);
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 for (int i = tid; i < 3 * KDA_TILE; i += 128) {
-  const int tile = i / KDA_TILE;
-  const int entry = i % KDA_TILE;
-  float x = 0.0f;
-  if (tile == 1) {
-    x = -merged[entry];
-  } else {
-    x = inverse[tile / 2 * KDA_TILE + entry];
-  }
-  tri[place * KDA_TRI + i] = x * beta_s[tile / 2 * 8 + entry % 8];
+  tri[place * KDA_TRI + i] = inverse[i] * beta_s[i / (2 * KDA_TILE) * 8 + i % 8];
 }

@@ -7,6 +7,7 @@ from functools import lru_cache
 import mlx.core as mx
 
 from ..ops.problem import Problem
+from .runner import choose
 
 DIMS = tuple(range(32, 257, 32))
 _GATES = {"none": 0, "head": 1, "channel": 2, "softplus": 3, "bounded": 4}
@@ -117,6 +118,12 @@ def supported(Dk: int, Dv: int, dtype: mx.Dtype) -> tuple[bool, str]:
     if dtype not in (mx.float32, mx.float16, mx.bfloat16):
         return False, f"activations are {dtype}, not float32, float16 or bfloat16"
     return True, "head dimensions and dtype have a kernel"
+
+
+def launch_tokens(runner: str) -> int:
+    """Tokens of one launch of a prefill kernel: few enough that a Mac's screen stays alive and the
+    workspace in its cache; more on CUDA, where starting a launch costs more."""
+    return 2048 if choose(runner) == "cuda" else 512
 
 
 def in_device_memory(x: mx.array) -> mx.array:

@@ -2,12 +2,13 @@
 
 import mlx.core as mx
 
-from .arguments import GateLaw, floats, integers, lengths_or_full, read
+from .arguments import GateLaw, floats, integers, launch_tokens, lengths_or_full, read
 from .arguments import supported as _dims_supported
 from .sources import kernel
 
 CHUNK = 16
-THREADS = 128
+THREADS = 128  # of kda_chunk_prepare
+SCAN_THREADS = 256
 MODES = ("exact", "half")
 
 
@@ -38,13 +39,13 @@ def kda_chunk(
     law: GateLaw | None = None,
     beta_law: str = "given",
     mode: str = "exact",
-    segment: int = 512,
+    segment: int | None = None,
     runner: str = "auto",
 ) -> tuple[mx.array, mx.array]:
     """What `kda_chunk_ref` computes, in two kernel launches for every ``segment`` tokens.
 
     Segments keep the workspace small (0.9 MB a head and 512 tokens at Dk = 128 in exact mode) and
-    every launch short.
+    every launch short; a GPU may prepare the next one beside the scan of this one.
 
     Args:
         q, k, v, g, beta, scale, state, lengths, erase: as `mlx_kda.kda_ref` takes them.
@@ -53,7 +54,8 @@ def kda_chunk(
         mode: "exact", float operands, as accurate as the recurrence in float32; or "half", K~
             and Q~ in float16 (the state, its updates and all sums stay float32), for 16-bit
             activations.
-        segment: tokens of one pair of launches, a multiple of 16.
+        segment: tokens of one pair of launches, a multiple of 16; 512, or 2,048 on CUDA, unless
+            given.
         runner: "metal", "emulator", "emulator-fast", "cuda" or "auto".
 
     Returns:
@@ -66,11 +68,12 @@ def kda_chunk(
     ok, reason = supported(p.Dk, p.Dv, p.dtype, mode)
     if not ok:
         raise ValueError(f"kda_chunk: {reason}")
-    if segment < CHUNK or segment % CHUNK:
+    if segment is not None and (segment < CHUNK or segment % CHUNK):
         raise ValueError(f"segment must be a multiple of {CHUNK} tokens, got {segment}")
     S = p.initial_state(state)
     if p.empty:
         return p.no_output(), S
+    segment = segment or launch_tokens(runner)
     operand = mx.float32 if mode == "exact" else mx.float16
     prepare, scan = kernel("kda_chunk_prepare", runner), kernel("kda_chunk_scan", runner)
     ends = lengths_or_full(lengths, p.B, p.T)
@@ -101,8 +104,8 @@ def kda_chunk(
         o, S = scan(
             inputs=[*workspace, v, S, ends, integers((p.T, p.Hv, start, count, chunks))],
             template=[("OpT", operand), ("InT", p.dtype), ("Dk", p.Dk), ("Dv", p.Dv)],
-            grid=(THREADS * p.Dv // 32, heads, 1),
-            threadgroup=(THREADS, 1, 1),
+            grid=(SCAN_THREADS * p.Dv // 32, heads, 1),
+            threadgroup=(SCAN_THREADS, 1, 1),
             output_shapes=[(p.B, count, p.Hv, p.Dv), S.shape],
             output_dtypes=[p.dtype, mx.float32],
         )

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from .arguments import GateLaw, floats, integers, lengths_or_full, read
+from .arguments import GateLaw, floats, integers, launch_tokens, lengths_or_full, read
 from .arguments import supported as _dims_supported
 from .sources import kernel
 
@@ -28,7 +28,7 @@ def kda_recurrent(
     erase: bool = True,
     law: GateLaw | None = None,
     beta_law: str = "given",
-    segment: int = 512,
+    segment: int | None = None,
     runner: str = "auto",
 ) -> tuple[mx.array, mx.array]:
     """What `kda_ref` computes, in one kernel launch for every ``segment`` tokens.
@@ -37,7 +37,7 @@ def kda_recurrent(
         q, k, v, g, beta, scale, state, lengths, erase: as `mlx_kda.kda_ref` takes them.
         law: given, ``g`` is the raw gate a [B, T, Hv, Dk] in any float dtype.
         beta_law: "given", "sigmoid" (``beta`` is the raw b) or "twice" (2 sigmoid(b)).
-        segment: the most tokens of one launch.
+        segment: the most tokens of one launch; 512, or 2,048 on CUDA, unless given.
         runner: "metal", "emulator", "emulator-fast", "cuda" or "auto".
 
     Returns:
@@ -53,6 +53,7 @@ def kda_recurrent(
     S = p.initial_state(state)
     if p.empty:
         return p.no_output(), S
+    segment = segment or launch_tokens(runner)
     run = kernel("kda_recurrent", runner)
     ends = lengths_or_full(lengths, p.B, p.T)
     outputs = []

@@ -40,15 +40,15 @@ ATTRIBUTE_VALUES = {
     "grid_size": "uint3(gridDim.x * blockDim.x, gridDim.y * blockDim.y, gridDim.z * blockDim.z)",
     "quadgroup_index_in_threadgroup": "emu_index_in_group() / 4",
     "quadgroups_per_threadgroup": "(emu_group_size() + 3) / 4",
-    "simdgroup_index_in_threadgroup": "emu_index_in_group() / 32",
+    "simdgroup_index_in_threadgroup": "emu_hardware_index() / 32",
     "simdgroups_per_threadgroup": "(emu_group_size() + 31) / 32",
     "thread_execution_width": "32u",
     "thread_index_in_quadgroup": "emu_index_in_group() % 4",
     "thread_index_in_simdgroup": "emu_lane()",
     "thread_index_in_threadgroup": "emu_index_in_group()",
-    "thread_position_in_grid": "uint3(blockIdx.x * blockDim.x + threadIdx.x, "
-    "blockIdx.y * blockDim.y + threadIdx.y, blockIdx.z * blockDim.z + threadIdx.z)",
-    "thread_position_in_threadgroup": "uint3(threadIdx.x, threadIdx.y, threadIdx.z)",
+    "thread_position_in_grid": "emu_position_in_group() + "
+    "uint3(blockIdx.x * blockDim.x, blockIdx.y * blockDim.y, blockIdx.z * blockDim.z)",
+    "thread_position_in_threadgroup": "emu_position_in_group()",
     "threadgroup_position_in_grid": "uint3(blockIdx.x, blockIdx.y, blockIdx.z)",
     "threadgroups_per_grid": "uint3(gridDim.x, gridDim.y, gridDim.z)",
     "threads_per_grid": "uint3(gridDim.x * blockDim.x, gridDim.y * blockDim.y, "
@@ -80,7 +80,8 @@ def stand_in() -> str:
     )
     seen: set[str] = set()
     parts = [_inline(name, seen) for name in ("types.h", "vec.h", "math.h")]
-    return BEFORE + math + undefined + "".join(parts) + (HERE / "stand_in.h").read_text()
+    own = ((HERE / name).read_text() for name in ("simd.h", "matrix.h", "atomic.h"))
+    return BEFORE + math + undefined + "".join(parts) + "".join(own)
 
 
 def _read(name):

@@ -42,15 +42,40 @@ template <class T, class A> METAL_FUNC constexpr void emu_fill(T* e, int& n, con
   }
 }
 
-#define EMU_VEC_BODY(N)                                                                       \
-  vec() = default;                                                                            \
+#ifdef __CUDACC__
+// Element by element a vector would be read from memory in pieces.
+template <int Bytes> struct emu_word { using type = unsigned char; };
+template <> struct emu_word<4> { using type = unsigned; };
+template <> struct emu_word<8> { using type = ::uint2; };
+template <> struct emu_word<16> { using type = ::uint4; };
+template <class V> METAL_FUNC void emu_copy(V* to, const V* from) {
+  using Word = typename emu_word<sizeof(V)>::type;
+  if constexpr (sizeof(Word) == sizeof(V)) {
+    *reinterpret_cast<Word*>(to) = *reinterpret_cast<const Word*>(from);
+  } else {
+    for (int i = 0; i < int(sizeof(to->e) / sizeof(to->e[0])); ++i) to->e[i] = from->e[i];
+  }
+}
+#define EMU_VEC_COPY(N)                                                                       \
+  METAL_FUNC vec(const vec& a) { emu_copy(this, &a); }                                        \
+  METAL_FUNC vec& operator=(const vec& a) {                                                   \
+    emu_copy(this, &a);                                                                       \
+    return *this;                                                                             \
+  }
+#else
+#define EMU_VEC_COPY(N)                                                                       \
   METAL_FUNC constexpr vec(const vec& a) : e{} {                                              \
     for (int i = 0; i < N; ++i) e[i] = a.e[i];                                                \
   }                                                                                           \
   METAL_FUNC constexpr vec& operator=(const vec& a) {                                         \
     for (int i = 0; i < N; ++i) e[i] = a.e[i];                                                \
     return *this;                                                                             \
-  }                                                                                           \
+  }
+#endif
+
+#define EMU_VEC_BODY(N)                                                                       \
+  vec() = default;                                                                            \
+  EMU_VEC_COPY(N)                                                                             \
   template <class A, enable_if_t<is_convertible_v<A, T> && emu_width<A>::value <= 1, int> = 0>\
   METAL_FUNC constexpr vec(A a) : e{} {                                                       \
     for (int i = 0; i < N; ++i) e[i] = T(a);                                                  \

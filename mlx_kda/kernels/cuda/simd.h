@@ -13,17 +13,38 @@ namespace metal {
 METAL_FUNC void threadgroup_barrier(mem_flags) { __syncthreads(); }
 METAL_FUNC void simdgroup_barrier(mem_flags) { __syncwarp(); }
 
-METAL_FUNC uint emu_index_in_group() {
+METAL_FUNC uint emu_group_size() { return blockDim.x * blockDim.y * blockDim.z; }
+METAL_FUNC uint emu_hardware_index() {
   return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
 }
-METAL_FUNC uint emu_lane() { return emu_index_in_group() % 32; }
-METAL_FUNC uint emu_group_size() { return blockDim.x * blockDim.y * blockDim.z; }
+METAL_FUNC uint emu_hardware_lane() { return emu_hardware_index() % 32; }
 // The lanes of this thread's SIMD-group, the last of a threadgroup may be narrower.
 METAL_FUNC uint emu_lanes() {
-  const uint rest = emu_group_size() - emu_index_in_group() / 32 * 32;
+  const uint rest = emu_group_size() - emu_hardware_index() / 32 * 32;
   return rest < 32 ? rest : 32;
 }
 METAL_FUNC uint emu_mask() { return 0xffffffffu >> (32 - emu_lanes()); }
+
+// Lanes are numbered so that a matrix lies in a SIMD-group as tensor cores want it (matrix.h): bits
+// 4 2 1 3 0 of a hardware lane are those of Metal's. A narrower SIMD-group has no matrices and keeps
+// its order. A thread's index and position in its threadgroup follow from its lane.
+METAL_FUNC uint emu_metal_lane(uint hardware) {
+  return (hardware & 17) | (hardware & 2) << 2 | (hardware & 12) >> 1;
+}
+METAL_FUNC uint emu_hardware_lane_of(uint lane) {
+  if (emu_lanes() < 32) return lane;
+  return (lane & 17) | (lane & 8) >> 2 | (lane & 6) << 1;
+}
+METAL_FUNC uint emu_lane() {
+  return emu_lanes() < 32 ? emu_hardware_lane() : emu_metal_lane(emu_hardware_lane());
+}
+METAL_FUNC uint emu_index_in_group() { return emu_hardware_index() / 32 * 32 + emu_lane(); }
+METAL_FUNC vec<uint, 3> emu_position_in_group() {
+  const uint i = emu_index_in_group();
+  if (blockDim.y * blockDim.z == 1) return vec<uint, 3>(i, 0u, 0u);
+  const uint row = i / blockDim.x;
+  return vec<uint, 3>(i - row * blockDim.x, row % blockDim.y, row / blockDim.y);
+}
 
 // Lane `from` of x, for numbers of up to eight bytes and vectors of them.
 template <class T> METAL_FUNC T emu_take(T x, uint from) {
@@ -33,16 +54,16 @@ template <class T> METAL_FUNC T emu_take(T x, uint from) {
     return r;
   } else if constexpr (sizeof(T) == 8) {
     const unsigned long long u = __builtin_bit_cast(unsigned long long, x);
-    return __builtin_bit_cast(T, __shfl_sync(emu_mask(), u, from));
+    return __builtin_bit_cast(T, __shfl_sync(emu_mask(), u, emu_hardware_lane_of(from)));
   } else if constexpr (sizeof(T) == 4) {
     const uint u = __builtin_bit_cast(uint, x);
-    return __builtin_bit_cast(T, __shfl_sync(emu_mask(), u, from));
+    return __builtin_bit_cast(T, __shfl_sync(emu_mask(), u, emu_hardware_lane_of(from)));
   } else if constexpr (sizeof(T) == 2) {
     const uint u = __builtin_bit_cast(ushort, x);
-    return __builtin_bit_cast(T, ushort(__shfl_sync(emu_mask(), u, from)));
+    return __builtin_bit_cast(T, ushort(__shfl_sync(emu_mask(), u, emu_hardware_lane_of(from))));
   } else {
     const uint u = __builtin_bit_cast(uchar, x);
-    return __builtin_bit_cast(T, uchar(__shfl_sync(emu_mask(), u, from)));
+    return __builtin_bit_cast(T, uchar(__shfl_sync(emu_mask(), u, emu_hardware_lane_of(from))));
   }
 }
 
@@ -123,119 +144,10 @@ struct simd_vote {
   METAL_FUNC bool all() const { return votes == 0xffffffffull; }
   METAL_FUNC bool any() const { return votes != 0; }
 };
-METAL_FUNC simd_vote simd_ballot(bool x) { return simd_vote(__ballot_sync(emu_mask(), x)); }
+METAL_FUNC simd_vote simd_ballot(bool x) {
+  const uint votes = __ballot_sync(emu_mask(), x);  // a bit a hardware lane
+  return simd_vote(simd_or(votes >> emu_hardware_lane() & 1 ? 1u << emu_lane() : 0u));
+}
 METAL_FUNC simd_vote simd_active_threads_mask() { return simd_ballot(true); }
 METAL_FUNC bool simd_is_first() { return emu_lane() == 0; }
 
-// 8 x 8 matrices in the layout of Apple's GPUs: lane l holds (row, column) and (row, column + 1).
-METAL_FUNC uint emu_row() { return emu_lane() / 16 * 4 + emu_lane() / 2 % 4; }
-METAL_FUNC uint emu_col() { return emu_lane() / 8 % 2 * 4 + emu_lane() % 2 * 2; }
-METAL_FUNC uint emu_holder(uint row, uint col) {
-  return row / 4 * 16 + col / 4 * 8 + row % 4 * 2 + col % 4 / 2;
-}
-
-template <class T, int Rows, int Cols> struct simdgroup_matrix {
-  static_assert(Rows == 8 && Cols == 8, "simdgroup_matrix is 8 x 8");
-  vec<T, 2> elements;
-  simdgroup_matrix() = default;
-  METAL_FUNC explicit simdgroup_matrix(T diagonal) {
-    elements.e[0] = emu_row() == emu_col() ? diagonal : T(0);
-    elements.e[1] = emu_row() == emu_col() + 1 ? diagonal : T(0);
-  }
-  METAL_FUNC vec<T, 2>& thread_elements() { return elements; }
-  METAL_FUNC const vec<T, 2>& thread_elements() const { return elements; }
-};
-using simdgroup_float8x8 = simdgroup_matrix<float, 8, 8>;
-using simdgroup_half8x8 = simdgroup_matrix<half, 8, 8>;
-using simdgroup_bfloat8x8 = simdgroup_matrix<bfloat, 8, 8>;
-
-template <class T, int R = 8, int C = R>
-METAL_FUNC simdgroup_matrix<T, R, C> make_filled_simdgroup_matrix(T value) {
-  simdgroup_matrix<T, R, C> m;
-  m.elements.e[0] = m.elements.e[1] = value;
-  return m;
-}
-template <class P> METAL_FUNC P* emu_matrix_place(P* p, ulong stride, vec<ulong, 2> origin,
-                                                  bool transpose, ulong& step) {
-  const ulong row = emu_row(), col = emu_col();
-  step = transpose ? stride : 1;
-  return p + (transpose ? col * stride + row : (row + origin.y) * stride + col + origin.x);
-}
-template <class T>
-METAL_FUNC void simdgroup_load(simdgroup_matrix<T, 8, 8>& m, const T* p, ulong stride = 8,
-                               vec<ulong, 2> origin = 0, bool transpose = false) {
-  ulong step;
-  const T* at = emu_matrix_place(p, stride, origin, transpose, step);
-  m.elements.e[0] = at[0];
-  m.elements.e[1] = at[step];
-}
-template <class T>
-METAL_FUNC void simdgroup_store(simdgroup_matrix<T, 8, 8> m, T* p, ulong stride = 8,
-                                vec<ulong, 2> origin = 0, bool transpose = false) {
-  ulong step;
-  T* at = emu_matrix_place(p, stride, origin, transpose, step);
-  at[0] = m.elements.e[0];
-  at[step] = m.elements.e[1];
-}
-// d = a b + c in float32: the rows of a and columns of b that this lane needs come by shuffles.
-template <class D, class A, class B, class C>
-METAL_FUNC void simdgroup_multiply_accumulate(
-    simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a, simdgroup_matrix<B, 8, 8> b,
-    simdgroup_matrix<C, 8, 8> c) {
-  const uint row = emu_row(), col = emu_col();
-  const float a0 = float(a.elements.e[0]), a1 = float(a.elements.e[1]);
-  const float b0 = float(b.elements.e[0]), b1 = float(b.elements.e[1]);
-  float r0 = float(c.elements.e[0]), r1 = float(c.elements.e[1]);
-#pragma unroll
-  for (uint k = 0; k < 8; ++k) {
-    const float x = __shfl_sync(0xffffffffu, k % 2 ? a1 : a0, emu_holder(row, k));
-    r0 = ::fmaf(x, __shfl_sync(0xffffffffu, b0, emu_holder(k, col)), r0);
-    r1 = ::fmaf(x, __shfl_sync(0xffffffffu, b1, emu_holder(k, col)), r1);
-  }
-  d.elements.e[0] = D(r0);
-  d.elements.e[1] = D(r1);
-}
-template <class D, class A, class B>
-METAL_FUNC void simdgroup_multiply(simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a,
-                                   simdgroup_matrix<B, 8, 8> b) {
-  simdgroup_multiply_accumulate(d, a, b, make_filled_simdgroup_matrix<float>(0.0f));
-}
-template <class T>
-METAL_FUNC simdgroup_matrix<T, 8, 8> operator*(simdgroup_matrix<T, 8, 8> a,
-                                               simdgroup_matrix<T, 8, 8> b) {
-  simdgroup_matrix<T, 8, 8> d;
-  simdgroup_multiply(d, a, b);
-  return d;
-}
-
-enum memory_order { memory_order_relaxed };
-template <class T> struct atomic { T value; };
-using atomic_int = atomic<int>;
-using atomic_uint = atomic<uint>;
-using atomic_float = atomic<float>;
-template <class T> METAL_FUNC T atomic_load_explicit(const volatile atomic<T>* p, memory_order) {
-  return const_cast<const volatile T&>(p->value);
-}
-template <class T, class U>
-METAL_FUNC void atomic_store_explicit(volatile atomic<T>* p, U x, memory_order) {
-  const_cast<volatile T&>(p->value) = T(x);
-}
-#define EMU_ATOMIC(name, function)                                                   \
-  template <class T, class U>                                                        \
-  METAL_FUNC T atomic_##name##_explicit(volatile atomic<T>* p, U x, memory_order) {  \
-    return function(const_cast<T*>(&p->value), T(x));                                \
-  }
-EMU_ATOMIC(exchange, ::atomicExch)
-EMU_ATOMIC(fetch_add, ::atomicAdd)
-EMU_ATOMIC(fetch_min, ::atomicMin)
-EMU_ATOMIC(fetch_max, ::atomicMax)
-EMU_ATOMIC(fetch_and, ::atomicAnd)
-EMU_ATOMIC(fetch_or, ::atomicOr)
-EMU_ATOMIC(fetch_xor, ::atomicXor)
-#undef EMU_ATOMIC
-
-}  // namespace metal
-using namespace metal;
-
-typedef half float16_t;
-typedef bfloat bfloat16_t;
