@@ -28,7 +28,7 @@ EXAMPLE = (
     "  mlx-kda demo --tokens 8000 --policy window:1024+16\n"
     "  mlx-kda demo path/to/checkpoint --q-bits 8"
 )
-PREFILL_STEP = 512  # of the long text, so that its progress is seen
+SHOWN = 512  # tokens of the long text between two lines about how it is read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -152,7 +152,7 @@ def _find_key(model: Any, tokenizer: Any, policy: str, tokens: int) -> "tuple[Se
     from mlx_kda.demo import KEY, KEY_QUESTION, haystack
     from mlx_kda.session import Session
 
-    session = Session(model, tokenizer, policy, prefill_step=PREFILL_STEP)
+    session = Session(model, tokenizer, policy, prefill_step=_step())
     if session.context.limit is not None:
         tokens = min(tokens, session.context.limit // 2)
     text = haystack(tokenizer, tokens)
@@ -160,13 +160,20 @@ def _find_key(model: Any, tokenizer: Any, policy: str, tokens: int) -> "tuple[Se
     start = time.perf_counter()
 
     def progress(done: int, total: int) -> None:
-        if done:
+        if done and (done == total or done % SHOWN == 0):
             _detail(_reading(session, done, total, done / (time.perf_counter() - start)))
 
     print(f"> ... {KEY_QUESTION}")
     answer = _stream(_ask(session, text, progress))
     _detail("right" if KEY in answer else "wrong: the model, its bits or the policy lost it")
     return session, answer
+
+
+def _step() -> int:
+    """Tokens of the long text read at a time: few enough for its progress to be seen."""
+    from mlx_kda.context import prefill_step
+
+    return min(SHOWN, prefill_step())
 
 
 def _ask(session: "Session", text: str, progress: Any = None) -> "Iterator[Piece]":
@@ -245,10 +252,10 @@ def _paths(model: Any, dtype: str) -> dict[str, str]:
     import mlx.core as mx
 
     paths = {}
-    for name, tokens in (("prefill", PREFILL_STEP), ("decode", 1)):
+    for name, tokens in (("prefill", _step()), ("decode", 1)):
         choice = model.kda_layers[0].choose(tokens, getattr(mx, dtype))
         if choice.kernel is None:
-            paths = reports.kda_paths(model.args, dtype, prompt=PREFILL_STEP)
+            paths = reports.kda_paths(model.args, dtype, prompt=_step())
             # The reason in brackets is the runner's, which stands above.
             return {name: why.partition(" (")[0] for name, why in paths.items()}
         paths[name] = f"{choice.kernel}: {choice.reason}"
