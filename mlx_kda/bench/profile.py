@@ -105,7 +105,7 @@ def instrumented(model: nn.Module, clock: Clock) -> Iterator[None]:
             (KimiDeltaAttention, "mix", MIX),
             (operations, "kda", OP),
             (operations, "rms_norm", GATED),
-            (operations, "_gated", GATED),
+            (operations, "gated", GATED),
             (operations, "step", STEP),
             (prologue, "kda_prologue", MIX),
             (chunk, "kda_chunk", OP),

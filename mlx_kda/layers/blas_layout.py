@@ -60,6 +60,11 @@ def laid_out(weight: mx.array) -> mx.array:
     return mx.contiguous(weight.swapaxes(-1, -2)).swapaxes(-1, -2)
 
 
+def as_right_factor(keys: mx.array) -> mx.array:
+    """``keys`` [..., S, D] for a product ``x @ keys^T``: laid out if that is the faster here."""
+    return laid_out(keys) if applies() and keys.dtype == mx.float32 else keys
+
+
 def stacked(weights: Sequence[mx.array]) -> mx.array:
     """Rows of matrices [..., N_i, K] under one another as [..., N, K], laid out."""
     return mx.concatenate([w.swapaxes(-1, -2) for w in weights], axis=-1).swapaxes(-1, -2)

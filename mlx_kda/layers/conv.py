@@ -3,6 +3,7 @@
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..ops.elementwise import silu
 from .padding import Padding
 
 
@@ -42,7 +43,7 @@ def short_conv(
         y = (inputs * weight.squeeze(-1).T).sum(axis=1, keepdims=True)
     else:
         y = mx.conv1d(inputs, weight, groups=C)
-    y = nn.silu(y.astype(x.dtype))
+    y = silu(y.astype(x.dtype))
     if padding is not None and padding.window is not None:
         return y, mx.take_along_axis(inputs, padding.window, axis=1)
     window = inputs[:, T:]

@@ -1,6 +1,6 @@
 """A KDA layer between its projections, by MLX operations; `kernels.layer` does it by kernels."""
 
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -8,6 +8,7 @@ import mlx.core as mx
 from ..kernels.arguments import GateLaw
 from ..kernels.layer import Parameters
 from ..ops import bounded_gate, kda, l2norm, softplus_gate
+from ..ops.elementwise import gated
 from .conv import short_conv
 from .norm import rms_norm
 from .padding import Padding
@@ -92,7 +93,7 @@ def _mix(
     q, k = (x.reshape(*x.shape[:2], w.H, w.Dk) for x in (q, k))
     lengths = None if padding is None else padding.lengths
     o, state = attend(q, k, v.reshape(p.z.shape), p.a, p.b, memory.state, w, lengths, path)
-    y = _gated(rms_norm(o, w.weight, w.eps), p.z.astype(o.dtype))
+    y = gated(rms_norm(o, w.weight, w.eps), p.z.astype(o.dtype))
     return y, Memory(*windows, state)
 
 
@@ -118,8 +119,3 @@ def attend(
     # By operations where the op by itself would take a kernel: this is what stands in for them.
     options = {"state": state, "lengths": lengths, "path": path, "runner": "ops"}
     return kda(l2norm(q), l2norm(k), v, g, beta, **options)
-
-
-@partial(mx.compile, shapeless=True)
-def _gated(x: mx.array, z: mx.array) -> mx.array:
-    return x * mx.sigmoid(z)

@@ -7,7 +7,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 
-from ..cache.rows import Causal, Part, Seen
+from ..cache.rows import Arrays, Causal, Packing, Part, Seen
+from . import blas_layout
 from .norm import RMSNorm
 from .softmax import RunningSoftmax
 
@@ -16,6 +17,11 @@ from .softmax import RunningSoftmax
 WORKSPACE = 64 * 2**20
 # Rows of packed latents that are unpacked at a time.
 UNPACKED = 1024
+# Rows of queries that the CPU takes at a time: it computes what a mask hides, so that short blocks,
+# each with the keys that its last row sees, halve a long prefill.
+CPU_ROWS = 128
+# Rows of queries from which laying the keys out costs less than it gains.
+_FEW = 8
 
 
 class MLA(nn.Module):
@@ -122,8 +128,8 @@ class MLA(nn.Module):
             q_latent = q[:, :, rows].reshape(B, 1, H * t, R)
             q_shared = q_rope[:, :, rows].reshape(B, 1, H * t, self.rope)
             scores = [
-                part.packing[0].dot(q_latent, part.latents)
-                + part.packing[1].dot(q_shared, part.shared)
+                _dot(part.packing[0], q_latent, part.latents)
+                + _dot(part.packing[1], q_shared, part.shared)
                 for part in seen.parts
             ]
             scores = _join(scores, axis=-1).reshape(B, H, t, S)
@@ -142,25 +148,22 @@ class MLA(nn.Module):
         latents, shared = seen.unpack()
         B, H, T, _ = q_nope.shape
         S = seen.length
+        shared = blas_layout.as_right_factor(shared)
+        most = CPU_ROWS if mx.default_device() == mx.cpu else T
         a_head = B * S * (self.nope + self.v_dim) * latents.dtype.size
         out = []
         for heads in _slices(H, WORKSPACE // a_head):
             k = _of_heads(self.embed_q, latents, heads, transpose=False)
+            k = blas_layout.as_right_factor(k)
             v = _of_heads(self.unembed_out, latents, heads)
             n, blocks = heads.stop - heads.start, []
-            for rows in _slices(T, WORKSPACE // (B * n * S * q_rope.dtype.size)):
+            for rows in _slices(T, min(most, WORKSPACE // (B * n * S * q_rope.dtype.size))):
                 # Rows that none of these queries sees are left out where they are the last ones.
                 upto = _last_seen(seen.mask, rows, S)
                 bias = q_rope[:, heads, rows] @ shared[:, :, :upto].swapaxes(-1, -2)
-                blocks.append(
-                    mx.fast.scaled_dot_product_attention(
-                        q_nope[:, heads, rows],
-                        k[:, :, :upto],
-                        v[:, :, :upto],
-                        scale=1.0,
-                        mask=_hide(bias, seen.mask, rows, slice(0, upto)),
-                    )
-                )
+                bias = _hide(bias, seen.mask, rows, slice(0, upto))
+                q = q_nope[:, heads, rows]
+                blocks.append(_attention(q, k[:, :, :upto], v[:, :, :upto], bias))
             out.append(_join(blocks, axis=2))
         return _join(out, axis=1)
 
@@ -174,12 +177,29 @@ class MLA(nn.Module):
                 latents, shared = block.unpack()
                 k = _of_heads(self.embed_q, latents, heads, transpose=False)
                 v = _of_heads(self.unembed_out, latents, heads)
+                k, shared = (blas_layout.as_right_factor(a) for a in (k, shared))
                 scores = q_nope[:, heads] @ k.swapaxes(-1, -2)
                 scores = scores + q_rope[:, heads] @ shared.swapaxes(-1, -2)
                 rows = slice(start, start + block.length)
                 attention.add(_hide(scores, seen.mask, slice(0, T), rows), v)
             out.append(attention.result(q_nope.dtype))
         return _join(out, axis=1)
+
+
+def _dot(packing: Packing, x: mx.array, arrays: Arrays) -> mx.array:
+    """x [..., T, width] times every row of ``arrays``; rows kept as they are in the fast layout."""
+    if packing.bits is None and x.shape[-2] >= _FEW:
+        arrays = (blas_layout.as_right_factor(arrays[0]),)
+    return packing.dot(x, arrays)
+
+
+def _attention(q: mx.array, k: mx.array, v: mx.array, bias: mx.array) -> mx.array:
+    """softmax(q k^T + bias) v"""
+    if mx.default_device() == mx.cpu:  # no kernel there, and a softmax that waits for its exp
+        attention = RunningSoftmax()
+        attention.add(q @ k.swapaxes(-1, -2) + bias, v)
+        return attention.result(q.dtype)
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0, mask=bias)
 
 
 def _slices(total: int, size: int) -> list[slice]:

@@ -2,8 +2,8 @@
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.activations import swiglu
 
+from ..ops.elementwise import swiglu
 from .merged import Bundle, apply
 
 

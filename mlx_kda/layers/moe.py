@@ -5,11 +5,11 @@ from functools import lru_cache, partial
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.activations import swiglu
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
 from ..kernels.route import moe_route
 from ..kernels.route import supported as route_supported
+from ..ops.elementwise import swiglu
 from .merged import Bundle, MergedExperts, gather
 from .mlp import MLP
 from .router import route

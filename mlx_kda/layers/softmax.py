@@ -2,6 +2,8 @@
 
 import mlx.core as mx
 
+from ..ops.elementwise import exp
+
 
 class RunningSoftmax:
     """``softmax(scores) @ values`` over all blocks added, held as maximum, sum and weighted sum.
@@ -25,11 +27,11 @@ class RunningSoftmax:
         top = scores.max(axis=-1, keepdims=True)
         if self.max is not None:
             top = mx.maximum(self.max, top)
-        weights = mx.exp(scores - top)
+        weights = exp(scores - top)
         total = weights.sum(axis=-1, keepdims=True)
         mixed = (weights.astype(values.dtype) @ values).astype(mx.float32)
         if self.max is not None:
-            kept = mx.exp(self.max - top)
+            kept = exp(self.max - top)
             total, mixed = self.sum * kept + total, self.acc * kept + mixed
         self.max, self.sum, self.acc = top, total, mixed
 

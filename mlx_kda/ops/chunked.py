@@ -26,6 +26,7 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 
+from .elementwise import exp
 from .problem import Problem
 
 CHUNKS = (8, 16, 32, 64)
@@ -205,7 +206,7 @@ def _blocks(p: Problem, q: mx.array, k: mx.array, g: mx.array | None, beta: mx.a
     if g is None:
         a = mx.ones((_BLOCK, *k.shape[1:]))
     else:
-        a = mx.exp(g if g.ndim == 4 else g[..., None])
+        a = exp(g if g.ndim == 4 else g[..., None])
         a = _by_token(mx.broadcast_to(a, (*a.shape[:3], p.Dk)), p.Hv)
 
     # N and M, one diagonal at a time: r_i,i-d grows by one factor from diagonal to diagonal.

@@ -5,7 +5,8 @@ exactly 1 and the memory would never fade.
 """
 
 import mlx.core as mx
-import mlx.nn as nn
+
+from .elementwise import sigmoid, softplus
 
 
 def softplus_gate(a: mx.array, A_log: mx.array, dt_bias: mx.array) -> mx.array:
@@ -23,7 +24,7 @@ def softplus_gate(a: mx.array, A_log: mx.array, dt_bias: mx.array) -> mx.array:
         ValueError: A_log or dt_bias does not hold H or H * Dk values.
     """
     rate, bias = _parameters(a, A_log, dt_bias)
-    return -rate * nn.softplus(a.astype(mx.float32) + bias)
+    return -rate * softplus(a.astype(mx.float32) + bias)
 
 
 def bounded_gate(a: mx.array, A_log: mx.array, dt_bias: mx.array, lower_bound: float) -> mx.array:
@@ -44,7 +45,7 @@ def bounded_gate(a: mx.array, A_log: mx.array, dt_bias: mx.array, lower_bound: f
     if not lower_bound < 0:
         raise ValueError(f"lower_bound must be negative (a log decay), got {lower_bound}")
     rate, bias = _parameters(a, A_log, dt_bias)
-    return lower_bound * mx.sigmoid(rate * (a.astype(mx.float32) + bias))
+    return lower_bound * sigmoid(rate * (a.astype(mx.float32) + bias))
 
 
 def l2norm(x: mx.array, eps: float = 1e-6) -> mx.array:

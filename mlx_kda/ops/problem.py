@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from .elementwise import exp
+
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
 
@@ -111,7 +113,7 @@ def prepare(
         q, k = (mx.repeat(x, p.Hv // p.H, axis=2) for x in (q, k))
     if g is None:
         return q, k, v, None, beta
-    return q, k, v, mx.exp(g if g.ndim == 4 else g[..., None]), beta
+    return q, k, v, exp(g if g.ndim == 4 else g[..., None]), beta
 
 
 def keep_inside(

@@ -1,0 +1,70 @@
+"""exp and its kin on long arrays: closer to the truth than MLX's own, and the same at the ends."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_kda.ops import elementwise
+
+LENGTH = 1 << 14  # long enough for the quick form
+TRUTH = {
+    "exp": np.exp,
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "softplus": lambda x: np.log1p(np.exp(-np.abs(x))) + np.maximum(x, 0),
+    "silu": lambda x: x / (1 + np.exp(-x)),
+}
+
+
+@pytest.mark.parametrize("name", TRUTH)
+@pytest.mark.parametrize("width", [1e-4, 1.0, 20.0, 80.0])
+def test_every_number_is_right_to_float32(name, width):
+    """Small gates are where a decay is lost, large ones where a sigmoid saturates."""
+    x = np.linspace(-width, width, LENGTH).astype(np.float32)
+    got = np.array(getattr(elementwise, name)(mx.array(x)), dtype=np.float64)
+    truth = TRUTH[name](x.astype(np.float64))
+    assert np.abs(got - truth).max() <= 5e-7 * np.abs(truth).max()
+    ok = truth != 0
+    assert np.abs(got[ok] / truth[ok] - 1).max() < 5e-7
+
+
+@pytest.mark.parametrize("name", TRUTH)
+def test_the_ends_are_those_of_mlx(name):
+    ends = [-np.inf, -1e30, -200.0, -0.0, 0.0, 200.0, 1e30, np.inf, np.nan]
+    x = np.zeros(LENGTH, dtype=np.float32)
+    x[: len(ends)] = ends
+    got = np.array(getattr(elementwise, name)(mx.array(x)))[: len(ends)]
+    short = np.array(getattr(elementwise, name)(mx.array(x[: len(ends)])))  # MLX's own
+    assert np.array_equal(got, short, equal_nan=True)
+
+
+def test_a_decay_of_exactly_nothing_is_one():
+    """Case A5's kind: exp(0) = 1 and exp(-1e-7) < 1, or the state would drift on a zero token."""
+    x = mx.zeros((LENGTH,))
+    assert mx.array_equal(elementwise.exp(x), mx.ones_like(x))
+    assert mx.all(elementwise.exp(x - 1e-7) < 1)
+
+
+@pytest.mark.parametrize("name", TRUTH)
+def test_the_gradient_is_that_of_the_function(name):
+    x = mx.random.normal((LENGTH,), key=mx.random.key(0)) * 4
+    quick = mx.grad(lambda x: getattr(elementwise, name)(x).sum())(x)
+    short = mx.concatenate(
+        [
+            mx.grad(lambda x: getattr(elementwise, name)(x).sum())(part)
+            for part in mx.split(x, LENGTH // 1024)
+        ]
+    )
+    assert mx.abs(quick - short).max() < 4e-6 * mx.abs(short).max()
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (4, 64, 64)])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_gates_of_every_length_and_dtype(shape, dtype):
+    a, b = (mx.random.normal(shape, key=mx.random.key(i)).astype(dtype) for i in (0, 1))
+    for got, want in (
+        (elementwise.gated(a, b), a * mx.sigmoid(b)),
+        (elementwise.swiglu(a, b), a * mx.sigmoid(a) * b),
+    ):
+        assert got.dtype == dtype
+        bound = 1e-6 if dtype == mx.float32 else 2e-2
+        assert mx.abs((got - want).astype(mx.float32)).max() < bound * 4
