@@ -114,13 +114,13 @@ def test_b1_one_fast_channel_beside_slow_ones(path, dtype):
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_b2_inverse_is_scored_below_the_diagonal(chunk):
     """Case B2: what a repeated key and beta ~ 1 do to (I + diag(beta) N)^-1, diagonal left out."""
-    from mlx_kda.ops import chunked
+    from mlx_kda.ops import spans
     from mlx_kda.ops.problem import Problem
 
     x = oracle.make("repeated", T=chunk, H=1)
     q, k, v, g, beta = (mx.array(a) for a in x.arrays())
     p = Problem.read(q, k, v, g, beta)
-    span = chunked.prepare_chunks(p, q * p.scale, k, g, beta, chunk)
+    span = spans.prepare_chunks(p, q * p.scale, k, g, beta, chunk)
     K, G = x.k[0, :, 0].astype(np.float64), np.cumsum(x.g[0, :, 0].astype(np.float64), 0)
     N = np.tril(np.einsum("id,jd,ijd->ij", K, K, np.exp(G[:, None] - G[None])), -1)
     truth = np.linalg.inv(np.eye(chunk) + x.beta[0, :, 0, None].astype(np.float64) * N)
