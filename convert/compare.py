@@ -1,8 +1,8 @@
 """A converted model beside its source: errors of the weights, and logits, a layer at a time.
 
 Both models are computed in float32 from their own weights, the converted one's dequantised, so
-that the difference is that of the weights and of nothing else. One unit's weights are in memory at
-a time, for whichever model is computed.
+that the difference is that of the weights and of nothing else. In memory are one layer's weights
+without its experts, one expert, or some rows of the embedding or the head, for both models.
 
 How far logits may move depends on the model: one that was never trained is thrown off by little. So
 a third model is computed beside the two, the source with random noise added, in each weight as much
@@ -10,69 +10,27 @@ as the converted one differs. Rounding that is right does about what this noise 
 """
 
 import math
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from mlx_kda.errors import CheckpointError
 from mlx_kda.layers import RMSNorm
 from mlx_kda.models.hybrid import DecoderLayer
 
+from .divergence import Divergence
 from .families import tensor_family
 from .layout import Layout
-from .reader import Reader
-from .weights import LAYERS, plain_weights, unit_of, units
+from .routed import Routed
+from .side import EMBEDDING, HEAD, NORM, Side, Weights
+from .weight_errors import FamilyError, noisy, squares, weight_bound
+from .weights import LAYERS, units
 
-EMBEDDING, NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
-ROWS = 64  # tokens whose logits are compared at a time
+MODELS = 3  # the source, the converted one, the source with noise
 Progress = Callable[[int, int, str], None]
-
-# Relative error of a weight that a packing may have: about twice what it has on normally
-# distributed weights in groups of 64; heavier tails come to 1.3 times that.
-MODE_BOUNDS = {"mxfp4": 0.25, "nvfp4": 0.2, "mxfp8": 0.06}
-ROUNDING = {mx.float32: 1e-7, mx.bfloat16: 4e-3, mx.float16: 1e-3}
-
-
-def weight_bound(packing: dict | None, kept: mx.Dtype, given: mx.Dtype) -> float:
-    """The largest ``|W - W'| / |W|`` of a weight that is right."""
-    if packing is None:
-        return 0.0 if kept == given else ROUNDING.get(kept, 0.0)
-    if packing["mode"] == "affine":
-        return 3.2 / 2 ** packing["bits"] + 0.004  # scales of 16 bits round too
-    return MODE_BOUNDS[packing["mode"]]
-
-
-@dataclass
-class FamilyError:
-    """Errors of the weights of one family."""
-
-    tensors: int = 0
-    wrong: float = 0.0  # sums of squares
-    total: float = 0.0
-    worst: str = ""
-    worst_share: float = 0.0  # of its bound
-    failed: list[str] = field(default_factory=list)
-
-    @property
-    def error(self) -> float:
-        """``|W - W'| / |W|`` over the family."""
-        return math.sqrt(self.wrong / self.total) if self.total else math.sqrt(self.wrong)
-
-    def add(self, name: str, given: mx.array, kept: mx.array, bound: float) -> float:
-        """Count one weight; the sum of squares of its difference."""
-        wrong, total = _squares(given, kept)
-        self.tensors += 1
-        self.wrong, self.total = self.wrong + wrong, self.total + total
-        error = math.sqrt(wrong / total) if total else math.sqrt(wrong)
-        if not error <= bound:  # NaN fails too
-            self.failed.append(f"{name} ({error:.3g} > {bound:.3g})")
-        share = error / bound if bound else float(error > 0)
-        if share >= self.worst_share:
-            self.worst, self.worst_share = name, share
-        return wrong
 
 
 @dataclass
@@ -98,123 +56,144 @@ def compare(
 
     Both layouts must make the same names; raises CheckpointError where one lacks a tensor.
     """
-    result, places = Comparison(tokens=tokens.size), (units(source), units(out))
+    result = Comparison(tokens=tokens.size)
+    places = units(source), units(out)
     if missing := places[0].keys() ^ places[1].keys():
         raise CheckpointError(f"only one of the two models has {sorted(missing)[0]}")
-    order = [source.view.stored(s for steps in places[0].values() for s in steps)]
-    order.append(out.view.stored(s for steps in places[1].values() for s in steps))
-    with Reader(source.source, order[0]) as given, Reader(out.source, order[1]) as kept:
-        hidden = [tokens] * 3
-        embeddings: list[dict[str, mx.array]] = []
+    sides = Side(source, places[0], hashed=True), Side(out, places[1], hashed=False)
+    with sides[0].reader, sides[1].reader:
+        pair = Pair(result, *sides)
+        hidden = [tokens] * MODELS
         for number, unit in enumerate(places[0]):
             if progress:
                 progress(number, len(places[0]), unit)
-            first = dict(plain_weights(places[0][unit], source.view, source.mapping.packed, given))
-            second = dict(plain_weights(places[1][unit], out.view, out.mapping.packed, kept))
-            errors = _errors(result, first, second, out)
-            if unit == EMBEDDING and source.config.tie_word_embeddings:
-                embeddings = [first, second, _noisy(first, errors)]
             if unit == HEAD:
-                _logits(result, hidden, [first, second, _noisy(first, errors)])
+                pair.head(hidden, unit)
                 continue
-            for place, weights in enumerate((first, second, None)):
-                weights = _noisy(first, errors) if weights is None else weights
-                hidden[place] = _forward(source.config, unit, weights, hidden[place])
+            hidden = pair.embedding(tokens) if unit == EMBEDDING else pair.unit(unit, hidden)
             result.drift[unit] = _relative(*hidden[:2])
-            del first, second, weights
             mx.clear_cache()
-        if embeddings:
-            _logits(result, hidden, embeddings)
-        result.digests = given.digests
+        if source.config.tie_word_embeddings:
+            pair.head(hidden, EMBEDDING)
+        result.digests = sides[0].reader.digests | sides[0].rows.digests
     return result
 
 
-def _errors(result: Comparison, given: dict, kept: dict, out: Layout) -> dict[str, float]:
-    """Count the weights of a unit by family; name -> root mean square of the difference."""
-    if given.keys() != kept.keys():
-        name = sorted(given.keys() ^ kept.keys())[0]
-        raise CheckpointError(f"only one of the two models has {name}")
-    errors = {}
-    for name, array in given.items():
-        other, packing = kept[name], out.mapping.packed.get(name.removesuffix(".weight"))
-        bound = weight_bound(packing, other.dtype, array.dtype)
-        family = result.families.setdefault(tensor_family(name), FamilyError())
-        wrong = family.add(name, array, other, bound)
-        errors[name] = math.sqrt(wrong / array.size)
-    return errors
+class Pair:
+    """The two models side by side; counts the errors of every weight that it reads."""
+
+    def __init__(self, result: Comparison, given: Side, kept: Side):
+        self.result, self.given, self.kept = result, given, kept
+        self.counted: set[str] = set()
+
+    def embedding(self, tokens: mx.array) -> list[mx.array]:
+        """Ids [B, T] -> hidden states [B, T, hidden] of each model."""
+        ids = np.array(tokens).reshape(-1)
+        hidden: list[list] = [[] for _ in range(MODELS)]
+        found = []
+        for start, _, weights in self.by_rows(EMBEDDING):
+            at = np.nonzero((ids >= start) & (ids < start + weights[0].shape[0]))[0]
+            found.append(at)
+            for states, weight in zip(hidden, weights, strict=True):
+                states.append(weight[mx.array(ids[at] - start)].astype(mx.float32))
+            mx.eval([states[-1] for states in hidden])
+        order = mx.array(np.argsort(np.concatenate(found)))
+        return [mx.concatenate(s)[order].reshape(*tokens.shape, -1) for s in hidden]
+
+    def head(self, hidden: list[mx.array], path: str) -> None:
+        """Compare the distributions of the next token."""
+        rows = [h.reshape(-1, h.shape[-1]) for h in hidden]
+        divergence = Divergence(rows[0].shape[0], MODELS - 1)
+        for _, _, weights in self.by_rows(path):
+            divergence.add([h @ w.astype(mx.float32).T for h, w in zip(rows, weights, strict=True)])
+        (kl, kl_max, top1), (noise, _, noise_top1) = divergence.found()
+        self.result.kl, self.result.kl_max, self.result.top1 = kl, kl_max, top1
+        self.result.noise_kl, self.result.noise_top1 = noise, noise_top1
+
+    def unit(self, unit: str, hidden: list[mx.array]) -> list[mx.array]:
+        """A layer, or the last norm: [B, T, hidden] -> the same of each model."""
+        given, kept = self.given.small(unit), self.kept.small(unit)
+        errors = self.count(given, kept)
+        routed = Routed(self.given.layout.config) if self.given.experts[unit] else None
+        states = [
+            self._run(unit, given, hidden[0], routed),
+            self._run(unit, kept, hidden[1], routed),
+        ]
+        del kept
+        noise = {name: noisy(array, errors[name], name) for name, array in given.items()}
+        states.append(self._run(unit, noise, hidden[2], routed))
+        if routed is None:
+            return states
+        for expert, weights in self._experts(unit):
+            routed.add(expert, weights)
+        return [h + y for h, y in zip(states, routed.outputs(), strict=True)]
+
+    def _run(self, unit: str, weights: Weights, h: mx.array, routed: Routed | None) -> mx.array:
+        """One unit in float32, its routed experts left out and kept for later."""
+        config = self.given.layout.config
+        if unit == NORM:
+            norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+            _load(norm, weights, unit)
+            h = norm(h)
+        else:
+            layer = DecoderLayer(config, int(unit.removeprefix(LAYERS)))
+            if routed is not None:
+                layer.mlp.switch_mlp = routed
+            _load(layer, weights, unit)
+            h = layer(h, "causal")
+            if routed is not None:
+                routed.keep(layer.mlp)
+        mx.eval(h)
+        return h
+
+    def _experts(self, unit: str) -> Iterator[tuple[int, list[list[mx.array]]]]:
+        """(number, the three matrices of each model) of every expert of a layer."""
+        paths = self.given.experts[unit]
+        if paths != self.kept.experts[unit]:
+            raise CheckpointError(f"only one of the two models has all experts of {unit}")
+        for parts in zip(*(self.by_rows(path, 1) for path in paths), strict=True):
+            number = parts[0][0]
+            yield number, [[weights[m][0] for *_, weights in parts] for m in range(MODELS)]
+
+    def by_rows(self, path: str, at_a_time: int | None = None) -> Iterator[tuple]:
+        """(start, stop, rows of each model) of a weight; at the end its error is counted."""
+        name, wrong, total = f"{path}.weight", 0.0, 0.0
+        for start, stop in self.given.rows.blocks(path, at_a_time):
+            given, kept = self.given.rows(path, start, stop), self.kept.rows(path, start, stop)
+            sums = squares(given, kept)
+            wrong, total = wrong + sums[0], total + sums[1]
+            noise = noisy(given, math.sqrt(sums[0] / given.size), f"{name} {start}")
+            yield start, stop, [given, kept, noise]
+        self._count(name, wrong, total, given.dtype, kept.dtype)
+
+    def count(self, given: Weights, kept: Weights) -> dict[str, float]:
+        """Count the weights of a unit by family; name -> root mean square of the difference."""
+        if given.keys() != kept.keys():
+            name = sorted(given.keys() ^ kept.keys())[0]
+            raise CheckpointError(f"only one of the two models has {name}")
+        errors = {}
+        for name, array in given.items():
+            wrong, total = squares(array, kept[name])
+            self._count(name, wrong, total, array.dtype, kept[name].dtype)
+            errors[name] = math.sqrt(wrong / array.size)
+        return errors
+
+    def _count(
+        self, name: str, wrong: float, total: float, given: mx.Dtype, kept: mx.Dtype
+    ) -> None:
+        if name in self.counted:  # a tied embedding is read twice
+            return
+        self.counted.add(name)
+        packing = self.kept.layout.mapping.packed.get(name.removesuffix(".weight"))
+        family = self.result.families.setdefault(tensor_family(name), FamilyError())
+        family.add(name, wrong, total, weight_bound(packing, kept, given))
 
 
-def _noisy(weights: dict[str, mx.array], errors: dict[str, float]) -> dict[str, mx.array]:
-    """The weights with normal noise of the given root mean squares, the same in every run."""
-    noisy = {}
-    for name, array in weights.items():
-        key = mx.random.key(zlib.crc32(name.encode()))
-        noise = mx.random.normal(array.shape, key=key) * errors[name]
-        noisy[name] = array.astype(mx.float32) + noise if errors[name] else array
-    return noisy
-
-
-def _squares(given: mx.array, kept: mx.array) -> tuple[float, float]:
-    """Sums of squares of the difference and of the first, a slice at a time."""
-    wrong = total = 0.0
-    for a, b in zip(_slices(given), _slices(kept), strict=True):
-        a, b = a.astype(mx.float32), b.astype(mx.float32)
-        sums = mx.stack([(a - b).square().sum(), a.square().sum()])
-        mx.eval(sums)
-        wrong, total = wrong + sums[0].item(), total + sums[1].item()
-    return wrong, total
-
-
-def _slices(array: mx.array, size: int = 1 << 24) -> Iterator[mx.array]:
-    flat = array.reshape(-1)
-    for start in range(0, flat.size, size):
-        yield flat[start : start + size]
-
-
-def _forward(config: object, unit: str, weights: dict[str, mx.array], h: mx.array) -> mx.array:
-    """One unit of the model in float32: [B, T] ids or [B, T, hidden] -> [B, T, hidden]."""
-    if unit == EMBEDDING:
-        h = weights[f"{unit}.weight"].astype(mx.float32)[h]
-    elif unit == NORM:
-        norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        _load(norm, weights, unit)
-        h = norm(h)
-    else:
-        layer = DecoderLayer(config, int(unit.removeprefix(LAYERS)))
-        _load(layer, weights, unit)
-        h = layer(h, "causal")
-    mx.eval(h)
-    return h
-
-
-def _load(module: nn.Module, weights: dict[str, mx.array], unit: str) -> None:
+def _load(module: nn.Module, weights: Weights, unit: str) -> None:
     cut = len(unit) + 1
     module.load_weights([(name[cut:], w.astype(mx.float32)) for name, w in weights.items()])
     module.eval()
 
 
-def _logits(result: Comparison, hidden: list, weights: list[dict[str, mx.array]]) -> None:
-    """Compare the distributions of the next token with the source's, some tokens at a time."""
-    heads = [next(iter(w.values())).astype(mx.float32).T for w in weights]
-    rows = [h.reshape(-1, h.shape[-1]) for h in hidden]
-    kl: list[list[float]] = [[], []]
-    same = [0, 0]
-    for start in range(0, rows[0].shape[0], ROWS):
-        logits = [h[start : start + ROWS] @ head for h, head in zip(rows, heads, strict=True)]
-        given, *others = (x - mx.logsumexp(x, axis=-1, keepdims=True) for x in logits)
-        likeliest = mx.argmax(given, axis=-1)
-        for place, other in enumerate(others):
-            distance = (mx.exp(given) * (given - other)).sum(axis=-1)
-            agree = (likeliest == mx.argmax(other, axis=-1)).sum()
-            kl[place] += mx.maximum(distance, 0).tolist()  # below 0 is rounding
-            same[place] += agree.item()
-    count = len(kl[0])
-    result.kl, result.kl_max, result.top1 = sum(kl[0]) / count, max(kl[0]), same[0] / count
-    result.noise_kl, result.noise_top1 = sum(kl[1]) / count, same[1] / count
-
-
 def _relative(given: mx.array, kept: mx.array) -> float:
     return math.sqrt(((given - kept).square().sum() / given.square().sum()).item())
-
-
-__all__ = ["Comparison", "FamilyError", "compare", "unit_of", "weight_bound"]

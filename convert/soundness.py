@@ -2,6 +2,7 @@
 
 import unicodedata
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from .quantise import is_cast, is_finite
 from .reader import Reader
 from .sample import TEXT, has_tokenizer
 from .source import INDEX, read_json, read_placed
-from .tensor_files import read_header
+from .tensor_files import in_pieces, read_header
 
+PIECE = 32_000_000  # bytes looked at at a time
 Progress = Callable[[int, int, str], None]
 
 
@@ -161,14 +163,21 @@ def _misstated(layout: Layout, settings: dict[str, Any]) -> list[str]:
 def check_values(result: Verification, layout: Layout, progress: Progress | None) -> None:
     """No tensor holds NaN or infinity."""
     tensors = layout.source.tensors
-    names = [name for name, stored in tensors.items() if stored.dtype in FLOATS]
-    total, done, wrong = sum(tensors[name].nbytes for name in names), 0, []
-    with Reader(layout.source, names) as reader:
-        for name in names:
-            if not is_finite(reader(name)):
-                wrong.append(name)
-            done += tensors[name].nbytes
+    pieces = {
+        f"{name} {number}": piece
+        for name, stored in tensors.items()
+        if stored.dtype in FLOATS
+        for number, piece in enumerate(in_pieces(stored, PIECE))
+    }
+    total, done, bad = sum(piece.nbytes for piece in pieces.values()), 0, {}
+    with Reader(replace(layout.source, tensors=pieces), pieces) as reader:
+        for key, piece in pieces.items():
+            name = key.rpartition(" ")[0]
+            if not is_finite(reader(key)):
+                bad[name] = True
+            done += piece.nbytes
             if progress:
                 progress(done, total, f"looking for NaN in {name}")
+    wrong = list(bad)
     found = f"{len(wrong)} are not: {listed(wrong)}" if wrong else "all"
     result.add("finite", found, "all", not wrong)

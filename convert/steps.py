@@ -21,12 +21,14 @@ class Step:
     """Makes the tensors `outputs` from the source tensors `sources`.
 
     A step that stacks tensors into one has `pieces` too, which makes a few rows of it at a time.
+    `by_rows` says that a row of what it makes needs the same row of its sources and no more.
     """
 
     sources: tuple[str, ...]
     outputs: dict[str, Spec]
     run: Callable[[Read], dict[str, mx.array]]
     pieces: Callable[[Read], Pieces] | None = None
+    by_rows: bool = False
 
 
 @dataclass
@@ -59,7 +61,7 @@ class Mapping:
 
 def copy_step(source: str, name: str, spec: Spec) -> Step:
     """A step that takes a tensor as it is, under another name."""
-    return Step((source,), {name: spec}, lambda read: {name: read(source)})
+    return Step((source,), {name: spec}, lambda read: {name: read(source)}, by_rows=True)
 
 
 def stack_step(sources: Sequence[str], name: str, spec: Spec) -> Step:

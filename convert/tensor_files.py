@@ -6,7 +6,8 @@ truncated.
 
 import json
 import struct
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -116,6 +117,23 @@ def stored_entry(path: Path, name: str, entry: dict, start: int, size: int | Non
             "download it again"
         )
     return stored
+
+
+def rows_of(stored: Stored, start: int, stop: int) -> Stored:
+    """Some rows of a stored tensor, by their place in the file."""
+    row = stored.nbytes // stored.shape[0]
+    shape = (stop - start, *stored.shape[1:])
+    return replace(stored, shape=shape, offset=stored.offset + start * row)
+
+
+def in_pieces(stored: Stored, nbytes: int) -> Iterator[Stored]:
+    """A stored tensor as its rows, in pieces of at most so many bytes (or of one row)."""
+    if stored.nbytes <= nbytes:
+        yield stored
+        return
+    at_a_time = max(1, nbytes * stored.shape[0] // stored.nbytes)
+    for start in range(0, stored.shape[0], at_a_time):
+        yield rows_of(stored, start, min(start + at_a_time, stored.shape[0]))
 
 
 def read_tensor(stored: Stored) -> mx.array:

@@ -20,10 +20,11 @@ FLOATS = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 @dataclass(frozen=True)
 class Made(Spec):
-    """A tensor that is not stored but made from stored ones."""
+    """A tensor made from stored ones, `by_rows` each of its rows from the same rows of them."""
 
     sources: tuple[str, ...]
     run: Callable[[Read], mx.array]
+    by_rows: bool = False
 
 
 @dataclass
@@ -36,12 +37,15 @@ class View:
 
     def stored(self, steps: Iterable[Step]) -> list[str]:
         """Names of the stored tensors that the steps read, in order."""
-        names: list[str] = []
-        for step in steps:
-            for name in step.sources:
-                tensor = self.tensors[name]
-                names += tensor.sources if isinstance(tensor, Made) else [name]
-        return names
+        return self.stored_of(name for step in steps for name in step.sources)
+
+    def stored_of(self, names: Iterable[str]) -> list[str]:
+        """Names of the stored tensors that some tensors seen here are read from, in order."""
+        stored: list[str] = []
+        for name in names:
+            tensor = self.tensors[name]
+            stored += tensor.sources if isinstance(tensor, Made) else [name]
+        return stored
 
     def reading(self, read: Read) -> Read:
         """What steps read with, given what reads stored tensors."""
@@ -141,7 +145,7 @@ def _dequantised(config: dict[str, Any], tensors: dict[str, Spec]) -> View:
         def run(read: Read, names: tuple = names, settled: dict = settled) -> mx.array:
             return mx.dequantize(*(read(name) for name in names), **settled)
 
-        tensors[f"{path}.weight"] = Made(shape, kind, names, run)
+        tensors[f"{path}.weight"] = Made(shape, kind, names, run, by_rows=True)
     result.notes.append(f"{len(paths)} packed weights of MLX dequantised")
     return result
 

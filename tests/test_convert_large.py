@@ -3,7 +3,9 @@
 `mlx-kda bench streaming` does the same with 4 GB; docs/conversion.md has its numbers.
 """
 
+import json
 import os
+import subprocess
 import sys
 
 import pytest
@@ -12,7 +14,7 @@ from mlx_kda.bench.streaming import largest_layer, tensor_hashes
 from mlx_kda.bench.streaming_page import broken, page
 from mlx_kda.bench.streaming_tasks import TASKS, measured
 from mlx_kda.bench.synthetic import write_synthetic
-from mlx_kda.convert import plan, verify
+from mlx_kda.convert import convert, plan, verify
 
 SHARD = 40_000_000
 
@@ -43,6 +45,32 @@ def test_e4_memory_is_that_of_a_layer_not_of_the_model(large, tmp_path, bits):
     TASKS["at-once"](source, tmp_path / "at-once", bits, SHARD)
     assert tensor_hashes(tmp_path / "ours") == tensor_hashes(tmp_path / "at-once")
     assert verify(tmp_path / "ours").ok
+
+
+VERIFY = """
+import json, sys
+import mlx.core as mx
+from mlx_kda.bench.streaming_tasks import peak
+from mlx_kda.convert import verify
+mx.eval(mx.quantize(mx.zeros((64, 64))))
+idle = peak()
+found = verify(*sys.argv[1:], max_tokens=64)
+print(json.dumps({"used": peak() - idle, "ok": found.ok, "kl": found.comparison.kl}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_verify_holds_an_expert_not_a_layer(tmp_path):
+    """It held a layer in float32, three times: 900 MB here, and over 20 GB for the 48B."""
+    source = tmp_path / "source"
+    write_synthetic(source, layers=2, experts=64, vocabulary=1000, shards=1)
+    convert(source, tmp_path / "out", q_bits=4)
+    line = [sys.executable, "-c", VERIFY, str(tmp_path / "out"), str(source)]
+    done = subprocess.run(line, capture_output=True, text=True, check=True)
+    facts = json.loads(done.stdout)
+    assert facts["ok"] and facts["kl"] > 0
+    layer = 64 * 3 * 512 * 512 * 4
+    assert facts["used"] < 1.2 * layer, f"{facts['used'] / 1e6:.0f} MB"
 
 
 def test_the_page_of_results_says_what_was_measured():

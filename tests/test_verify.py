@@ -13,10 +13,11 @@ from tolerances import STOCK
 
 from mlx_kda.cli.main import main
 from mlx_kda.convert import convert, verify
-from mlx_kda.convert.compare import compare, weight_bound
+from mlx_kda.convert.compare import compare
 from mlx_kda.convert.layout import Wish, lay_out
 from mlx_kda.convert.sample import ROW, sample_tokens
 from mlx_kda.convert.source import open_source
+from mlx_kda.convert.weight_errors import weight_bound
 from mlx_kda.errors import UserError
 from mlx_kda.models import load_model
 from mlx_kda.tokenizer.wrapper import KDATokenizer
