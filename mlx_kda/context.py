@@ -24,7 +24,7 @@ from mlx_kda.history import History
 from mlx_kda.sampling import LogitsProcessor, Sampler, Sampling
 
 # Tokens of a prompt read at a time. A wish to stop waits for one step: on a CPU, where long steps
-# are no faster, they are short.
+# are hardly faster, they are short.
 GPU_STEP, CPU_STEP = 2048, 64
 # Every so many decoded tokens MLX's cache of free buffers is emptied, so that buffers of
 # lengths that will not come again (attention over a growing cache) do not pile up.
