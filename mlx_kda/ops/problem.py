@@ -104,13 +104,14 @@ def _same(name: str, x: mx.array, shape: tuple[int, ...], what: str) -> None:
 
 
 def prepare(
-    p: Problem, q: mx.array, k: mx.array, v: mx.array, g: mx.array | None, beta: mx.array
+    scale: float, q: mx.array, k: mx.array, v: mx.array, g: mx.array | None, beta: mx.array
 ) -> tuple[mx.array, mx.array, mx.array, mx.array | None, mx.array]:
     """float32 (scale * q, k, v, a, beta), each [B, T, Hv, .], beta 1 wide; a = exp(g) or None."""
+    H, Hv = q.shape[2], v.shape[2]
     q, k, v, beta = (x.astype(mx.float32) for x in (q, k, v, beta[..., None]))
-    q = q * p.scale
-    if p.Hv > p.H:
-        q, k = (mx.repeat(x, p.Hv // p.H, axis=2) for x in (q, k))
+    q = q * scale
+    if Hv > H:
+        q, k = (mx.repeat(x, Hv // H, axis=2) for x in (q, k))
     if g is None:
         return q, k, v, None, beta
     return q, k, v, exp(g if g.ndim == 4 else g[..., None]), beta

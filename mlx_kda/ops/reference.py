@@ -62,7 +62,7 @@ def run(
     if p.empty:
         return p.no_output(), S
 
-    q, k, v, a, beta = prepare(p, q, k, v, g, beta)
+    q, k, v, a, beta = prepare(p.scale, q, k, v, g, beta)
     # One row vector of keys or one column vector of values a token and head.
     rows = [mx.split(x.swapaxes(1, 2), p.T, axis=2) for x in (q, k)]
     columns = [

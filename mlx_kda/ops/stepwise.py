@@ -32,27 +32,27 @@ def run(
     S = p.initial_state(state)
     if p.empty:
         return p.no_output(), S
-    S = mx.contiguous(S.swapaxes(-1, -2))
-    q, k, v, a, beta = prepare(p, q, k, v, g, beta)
     if p.T == 1 and lengths is None:
-        o, S = _one_token(q, k, v, a, beta, S, p.erase)
+        o, S = _one_token(p.scale, q, k, v, g, beta, S, p.erase)
     else:
-        o, S = _tokens(q, k, v, a, beta, S, p.erase, lengths)
-    return o.astype(p.dtype), S.swapaxes(-1, -2)
+        o, S = _tokens(p.scale, q, k, v, g, beta, S, p.erase, lengths)
+    return o.astype(p.dtype), S
 
 
 def _tokens(
+    scale: float,
     q: mx.array,
     k: mx.array,
     v: mx.array,
-    a: mx.array | None,
+    g: mx.array | None,
     beta: mx.array,
     S: mx.array,
     erase: bool,
     lengths: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """q, k, a [B, T, Hv, Dk], v [B, T, Hv, Dv], beta [B, T, Hv, 1], S [B, Hv, Dk, Dv]."""
     T = q.shape[1]
+    S = mx.contiguous(S.swapaxes(-1, -2))
+    q, k, v, a, beta = prepare(scale, q, k, v, g, beta)
     kq = (q * k).sum(axis=-1, keepdims=True)
     past = mx.stack([k, q] if a is None else [k * a, q * a], axis=3)
     rows = [_split(x[:, :, :, None], T) for x in (v, beta, kq)]
@@ -69,7 +69,7 @@ def _tokens(
         S, o = keep_inside(lengths, t, S, new, o)
         outputs.append(o)
     o = outputs[0] if T == 1 else mx.concatenate(outputs, axis=2)
-    return o.swapaxes(1, 2), S
+    return o.swapaxes(1, 2), S.swapaxes(-1, -2)
 
 
 def _split(x: mx.array, T: int) -> list[mx.array]:
