@@ -1,18 +1,23 @@
 """Run the kernels' bodies on a CUDA GPU: against float64, under compute-sanitizer, timed.
 
-    python tests/cuda_check.py check            every kernel and mode against float64
+    python tests/cuda_check.py check [I N]      every kernel and mode against float64
     python tests/cuda_check.py sanitize [I N]   small calls of everything, for compute-sanitizer
-    python tests/cuda_check.py time             T = 2048 and 8192, beside mlx-lm's vector kernel
+    python tests/cuda_check.py plant TOOL       a kernel with the fault that a tool should find
+    python tests/cuda_check.py findings LOG ... what compute-sanitizer said, by whose kernel
+    python tests/cuda_check.py time             T = 2048 to 32768, beside mlx-lm's vector kernel
 
-For initcheck leave out compute-sanitizer's kernel filter (memory that MLX's kernels wrote would
-count as unwritten) and look for lines that name a kernel of ours: MLX's copies are reported too.
-Needs MLX's CUDA build. Prints one JSON line a result; not collected by pytest.
+I N is every N-th call from the I-th on: N processes share the compiling. initcheck has to see every
+kernel (memory that MLX's kernels wrote would count as unwritten, were they left out), and reports
+MLX's own too; `findings` tells them apart. The other tools may be given --kernel-regex
+kns=custom_kernel. Needs MLX's CUDA build. Prints one JSON line a result; not collected by pytest.
 """
 
 import json
+import re
 import statistics
 import sys
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -22,11 +27,12 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from helpers import layer64, oracle  # noqa: E402
+from helpers import layer64, on_cuda, oracle  # noqa: E402
 from helpers.kernels import OPS, as_dtype, f32, law, memory, numpy, rounded, run, step  # noqa: E402
 
 from mlx_kda.kernels.epilogue import kda_epilogue  # noqa: E402
 from mlx_kda.kernels.prologue import kda_prologue  # noqa: E402
+from mlx_kda.kernels.route import moe_route  # noqa: E402
 
 RUNNER = "cuda"
 MODES = {
@@ -40,39 +46,151 @@ def say(**result) -> None:
     print(json.dumps(result), flush=True)
 
 
-def check() -> bool:
-    """Errors against float64 on every row, and of layers in every dtype; True if all are right."""
-    good = True
-    for row in oracle.ROWS:
-        for dtype in ("float32", "bfloat16"):
-            x = as_dtype(oracle.make(row, H=2, Dk=128, Dv=128), dtype)
-            truth = oracle.recurrence(*x.arrays())
-            sequential = oracle.recurrence(*x.arrays(), dtype=np.float32)
-            floor = [oracle.error(s, t) for s, t in zip(sequential, truth, strict=True)]
-            rounding = oracle.error(rounded(dtype)(truth[0]), truth[0])
-            for mode, (kernel, options) in MODES.items():
-                if mode == "half" and dtype == "float32":
-                    continue
-                o, S = run(kernel, x, dtype, runner=RUNNER, **options)
-                errors = [oracle.error(o, truth[0]), oracle.error(S, truth[1])]
-                if mode == "half":
-                    bounds = [2 * rounding, 5e-4]
-                else:
-                    bounds = [5 * floor[0] + 1.1 * (rounding if dtype != "float32" else 0),
-                              5 * floor[1]]  # fmt: skip
-                ok = all(e <= b for e, b in zip(errors, bounds, strict=True))
-                good &= ok
-                say(test=mode, row=row, dtype=dtype, o=errors[0], state=errors[1],
-                    sequential=floor, ok=ok)  # fmt: skip
-    for T, Dk, Dv, dtype in (
-        *((1, 128, 128, d) for d in ("float32", "float16", "bfloat16")),
-        (8, 64, 32, "float32"),
-        (6, 256, 256, "bfloat16"),
-        (5, 96, 160, "float32"),
-    ):
-        for bound in (None, -5.0):
-            good &= one_layer(T, Dk, Dv, dtype, bound)
-    return good
+def some(calls: list, part: int, parts: int) -> bool:
+    """Every parts-th call from ``part`` on: all of them, not up to the first failure."""
+    results = [call() for call in calls[part::parts]]
+    return all(results)
+
+
+LAYERS = (
+    *((1, 128, 128, d) for d in ("float32", "float16", "bfloat16")),
+    (8, 64, 32, "float32"),
+    (6, 256, 256, "bfloat16"),
+    (5, 96, 160, "float32"),
+)
+
+
+def check(part: int = 0, parts: int = 1) -> bool:
+    """Every kernel, mode and dtype on every row of hard inputs; True if all are right."""
+    calls = [partial(one_row, mode, row, dtype)
+             for mode in MODES for dtype in ("float32", "bfloat16") for row in oracle.ROWS
+             if (mode, dtype) != ("half", "float32")]  # fmt: skip
+    calls += [partial(one_drift, mode, row) for mode in MODES for row in DRIFT]
+    calls += [partial(one_lineage, kernel, gate, erase) for kernel in OPS
+              for gate, erase in (("channel", False), ("head", True), ("none", True))]  # fmt: skip
+    calls += [partial(one_prefill, mode, Dk, Dv) for mode in MODES
+              for Dk, Dv in ((32, 96), (160, 64), (256, 256))]  # fmt: skip
+    calls += [partial(one_layer, *layer, bound) for layer in LAYERS for bound in (None, -5.0)]
+    calls += [partial(raw_prefill, kernel) for kernel in OPS]
+    calls += [partial(one_route, name) for name in ROUTES]
+    calls += [partial(one_group, group) for group in on_cuda.GROUPS]
+    calls += [one_matrices]
+    return some(calls, part, parts)
+
+
+def one_row(mode, row, dtype) -> bool:
+    """Errors against float64 on one row, beside those of a float32 loop."""
+    x = as_dtype(oracle.make(row, H=2, Dk=128, Dv=128), dtype)
+    truth = oracle.recurrence(*x.arrays())
+    sequential = oracle.recurrence(*x.arrays(), dtype=np.float32)
+    floor = [oracle.error(s, t) for s, t in zip(sequential, truth, strict=True)]
+    rounding = oracle.error(rounded(dtype)(truth[0]), truth[0]) if dtype != "float32" else 0
+    kernel, options = MODES[mode]
+    o, S = run(kernel, x, dtype, runner=RUNNER, **options)
+    errors = [oracle.error(o, truth[0]), oracle.error(S, truth[1])]
+    bounds = [5 * floor[0] + 1.1 * rounding, 5 * floor[1]]
+    if mode == "half":
+        bounds = [2 * rounding, 5e-4]
+    ok = all(e <= b for e, b in zip(errors, bounds, strict=True))
+    say(test=mode, row=row, dtype=dtype, o=errors[0], state=errors[1], sequential=floor, ok=ok)
+    return ok
+
+
+# Slow decay over 4,096 tokens: sums that are rounded to one side would shrink or grow the state.
+DRIFT = ("repeated", "collinear", "random keys", "plain sum")
+
+
+def one_drift(mode, row, T=4096) -> bool:
+    """At most 8 x a float32 loop; the GPU's exp costs 5.7 x on collinear keys at this length, in
+    kda_recurrent too."""
+    x = oracle.make(row if row in oracle.ROWS else "random", T=T, H=1)
+    if row == "random keys":
+        x = oracle.Inputs(x.q, x.k, x.v, (x.g * 5e-4).astype(np.float32), x.beta)
+    if row == "plain sum":
+        x = oracle.Inputs(x.q, x.k, np.abs(x.v), np.zeros_like(x.g), np.full_like(x.beta, 1e-3))
+    dtype = "float16" if mode == "half" else "float32"
+    x = as_dtype(x, dtype)
+    truth = oracle.recurrence(*x.arrays())
+    sequential = oracle.recurrence(*x.arrays(), dtype=np.float32)
+    kernel, options = MODES[mode]
+    got = run(kernel, x, dtype, runner=RUNNER, **options)
+    errors, floor = ([oracle.error(a, t) for a, t in zip(pair, truth, strict=True)]
+                     for pair in (got, sequential))  # fmt: skip
+    bounds = [8 * f for f in floor]
+    if mode == "half":
+        bounds = [2 * oracle.error(rounded(dtype)(truth[0]), truth[0]), 5e-4]
+    ok = all(e <= b for e, b in zip(errors, bounds, strict=True))
+    say(test=f"{mode}, {T} tokens", row=row, o=errors[0], state=errors[1], sequential=floor, ok=ok)
+    return ok
+
+
+def one_lineage(kernel, gate, erase) -> bool:
+    """Gates a head, no gate, no erase; Hv > H, from a state."""
+    x = oracle.make("collinear", T=45, B=2, H=1, Hv=3, Dk=64, Dv=32).with_state()
+    g = {"channel": x.g, "head": x.g[..., 0], "none": None}[gate]
+    x = oracle.Inputs(x.q, x.k, x.v, g, x.beta, x.state)
+    truth = oracle.recurrence(*x.arrays(), state=x.state, erase=erase)
+    got = run(kernel, x, erase=erase, runner=RUNNER)
+    errors = [oracle.error(a, t) for a, t in zip(got, truth, strict=True)]
+    ok = max(errors) < 2e-6
+    say(test=f"{kernel}, gate {gate}, erase {erase}", o=errors[0], state=errors[1], ok=ok)
+    return ok
+
+
+ROUTES = {
+    "256 experts": {"experts": 256, "top_k": 8},
+    "groups": {"experts": 64, "top_k": 6, "groups": 8, "kept_groups": 3},
+    "softmax": {"experts": 40, "top_k": 4, "activation": "softmax"},
+    "not renormalised": {"experts": 33, "top_k": 3, "renormalize": False, "scale": 2.446},
+    "1,024 experts": {"experts": 1024, "top_k": 16},
+}
+
+
+def one_route(name, tokens=37) -> bool:
+    """moe_route against float64; a choice may differ where two lie within a float32's rounding."""
+    options = dict(ROUTES[name])
+    E, K = options.pop("experts"), options["top_k"]
+    rng = np.random.default_rng(E)
+    logits = rng.standard_normal((tokens, E)).astype(np.float32)
+    bias = rng.uniform(6.817, 7.063, E).astype(np.float32)
+    chosen, weights = moe_route(mx.array(logits), mx.array(bias), runner=RUNNER, **options)
+    x = logits.astype(np.float64)
+    score = 1 / (1 + np.exp(-x))
+    if options.get("activation") == "softmax":
+        score = np.exp(x) / np.exp(x).sum(-1, keepdims=True)
+    choice = score + bias
+    if "groups" in options:
+        best = np.sort(choice.reshape(tokens, options["groups"], -1), -1)[..., -2:].sum(-1)
+        kept = np.argsort(np.argsort(-best, -1), -1) < options["kept_groups"]
+        choice = np.where(np.repeat(kept, E // options["groups"], -1), choice, -np.inf)
+    rows = np.arange(tokens)[:, None]
+    chosen, weights = np.array(chosen).astype(int), np.array(weights)
+    gap = np.sort(choice, -1)[:, ::-1][:, :K] - choice[rows, chosen]
+    share = score[rows, chosen]
+    if options.get("renormalize", True):
+        share = share / share.sum(-1, keepdims=True)
+    error = float(np.abs(weights / (share * options.get("scale", 1.0)) - 1).max())
+    distinct = all(len(set(row)) == K for row in chosen)
+    ok = distinct and float(np.abs(gap).max()) < 2e-6 and error < 3e-6
+    say(test=f"moe_route, {name}", gap=float(np.abs(gap).max()), weights=error, ok=ok)
+    return ok
+
+
+def one_group(group) -> bool:
+    worst = on_cuda.lanes(group)
+    ok = not any(worst.values())
+    say(test="lanes", threadgroup=group, wrong={k: v for k, v in worst.items() if v}, ok=ok)
+    return ok
+
+
+def one_matrices() -> bool:
+    """Every pair of operand types: errors of a few units in the last place of float32."""
+    kinds = (mx.float32, mx.float16, mx.bfloat16)
+    results = {f"{a} {b}": on_cuda.matrices(a, b) for a in kinds for b in kinds}
+    worst = max(error for error, _ in results.values())
+    ok = worst < 2e-7 and all(held for _, held in results.values())
+    say(test="matrices", worst=worst, layout=all(held for _, held in results.values()), ok=ok)
+    return ok
 
 
 def one_layer(T, Dk, Dv, dtype, bound, B=2) -> bool:
@@ -110,17 +228,49 @@ def one_layer(T, Dk, Dv, dtype, bound, B=2) -> bool:
 
 
 def sanitize(part: int = 0, parts: int = 1) -> bool:
-    """Small ragged calls of every kernel: odd sizes, tails, Hv > H, both operand types.
-
-    compute-sanitizer is slow: ``part`` of ``parts`` takes every parts-th call.
-    """
+    """Small ragged calls of every kernel: odd sizes, tails, Hv > H, both operand types."""
     sizes = ((32, 64), (96, 32), (128, 64))
     calls = [partial(one_prefill, mode, Dk, Dv) for Dk, Dv in sizes for mode in MODES]
     calls += [partial(one_layer, 3, 64, 32, "float32", None)]
     calls += [partial(one_layer, 5, 256, 192, "float16", -5.0)]
     calls += [partial(raw_prefill, kernel) for kernel in OPS]
-    results = [call() for call in calls[part::parts]]  # all of them, not up to the first failure
-    return all(results)
+    calls += [partial(one_route, name, tokens=3) for name in ("groups", "softmax")]
+    return some(calls, part, parts)
+
+
+def plant(tool: str) -> bool:
+    on_cuda.plant(tool)
+    return True
+
+
+def count_findings(log: str) -> Counter:
+    """compute-sanitizer's findings in our kernels, in MLX's and in calls of the host, by name."""
+    count = Counter()
+    for block in re.split(r"\n=+ *(?=\n)", log):
+        at = re.search(r"\bat ([^\n]+)\+0x", block)
+        ours = re.search(
+            r"custom_kernel_((?:kda|moe)_\w+?)_[0-9a-f]{16}", at.group(1) if at else ""
+        )
+        if ours:
+            count.update(["ours", ours.group(1)])
+        elif at:
+            count.update(["others", re.split(r"[<(]", at.group(1))[0].split()[-1]])
+        elif re.search(r"Host API|API call|Program hit", block):
+            count["host calls"] += 1
+    count["summaries"] = len(re.findall(r"(?:ERROR|RACECHECK) SUMMARY", log))
+    return count
+
+
+def findings(*logs: str) -> bool:
+    """Sums up compute-sanitizer's logs; a log without its last line or its run's is no verdict."""
+    count = Counter()
+    whole = True
+    for log in logs:
+        text = Path(log).read_text(errors="replace")
+        count.update(count_findings(text))
+        whole &= "SUMMARY" in text and '"passed": true' in text
+    say(findings=dict(count), logs=len(logs), whole=whole)
+    return whole and not count["ours"]
 
 
 def one_prefill(mode, Dk, Dv) -> bool:
@@ -147,18 +297,26 @@ def raw_prefill(kernel) -> bool:
     return ok
 
 
-def median_ms(call, repeats=9) -> float:
-    call()
-    times = []
+def milliseconds(call, repeats=9, chain=8) -> tuple[float, float]:
+    """Medians of (a call in a chain, a call alone), host clock around the evaluation."""
+    for _ in range(3):
+        mx.eval(call())
+    alone, chained = [], []
     for _ in range(repeats):
         start = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times)
+        mx.eval(call())
+        alone.append((time.perf_counter() - start) * 1e3)
+        start = time.perf_counter()
+        for _ in range(chain):
+            result = call()
+            mx.async_eval(result)
+        mx.eval(result)
+        chained.append((time.perf_counter() - start) / chain * 1e3)
+    return statistics.median(chained), statistics.median(alone)
 
 
 def timing() -> bool:
-    """B = 1, 32 heads, Dk = Dv = 128, bfloat16 activations; host clock around an evaluation."""
+    """B = 1, 32 heads, Dk = Dv = 128, bfloat16 activations."""
     from helpers.shipped import mlx_lm_gated_delta
 
     from mlx_kda.kernels import metal_kernel
@@ -168,7 +326,7 @@ def timing() -> bool:
     theirs = mlx_lm_gated_delta(lambda **a: metal_kernel(**a, runner=RUNNER))
     vector = theirs["gated_delta_step_vec"]
     H, D = 32, 128
-    for T in (2048, 8192):
+    for T in (2048, 8192, 32768):
         x = oracle.make("random", T=64, H=H, Dk=D, Dv=D)
         q, k, v, beta = (
             mx.tile(mx.array(a), (1, T // 64, *([1] * (a.ndim - 2)))).astype(mx.bfloat16)
@@ -190,19 +348,24 @@ def timing() -> bool:
             )  # fmt: skip
 
         calls = {"mlx-lm gated_delta_step_vec": peer}
+        given = (q, k, v, g, beta)
         for name, fn, options in (
             ("kda_recurrent", kda_recurrent, {}),
             ("kda_chunk exact", kda_chunk, {}),
             ("kda_chunk half", kda_chunk, {"mode": "half"}),
         ):
-            calls[name] = lambda fn=fn, o=options, a=(q, k, v, g, beta): fn(*a, runner=RUNNER, **o)
+            calls[name] = partial(fn, *given, state=state, runner=RUNNER, **options)
         for name, call in calls.items():
-            say(time=name, T=T, ms=round(median_ms(lambda c=call: mx.eval(c())), 3))
+            chained, alone = milliseconds(call)
+            say(time=name, T=T, ms=round(chained, 3), alone_ms=round(alone, 3))
     return True
 
 
 if __name__ == "__main__":
-    what = {"check": check, "sanitize": sanitize, "time": timing}[sys.argv[1]]
-    passed = what(*map(int, sys.argv[2:]))
+    commands = {
+        "check": check, "sanitize": sanitize, "plant": plant, "findings": findings, "time": timing
+    }  # fmt: skip
+    given = sys.argv[2:]
+    passed = commands[sys.argv[1]](*(map(int, given) if all(map(str.isdigit, given)) else given))
     say(what=sys.argv[1], runner=RUNNER, mlx=mx.__version__, passed=bool(passed))
     sys.exit(0 if passed else 1)

@@ -8,13 +8,17 @@ import importlib.util
 from functools import cache
 from pathlib import Path
 
+import cuda_check
 import mlx.core as mx
 import pytest
+from helpers import on_cuda
 
 from mlx_kda.bench.shipped import mlx_lm_call, mlx_lm_gated_delta
 from mlx_kda.errors import UserError
 from mlx_kda.kernels import metal_kernel
+from mlx_kda.kernels.chunk import kda_chunk
 from mlx_kda.kernels.cuda.header import build, device_functions
+from mlx_kda.kernels.sources import kernel
 from mlx_kda.kernels.text import TYPE_NAMES
 
 HEADER = """
@@ -41,6 +45,7 @@ SOURCE = """
     m.thread_elements()[0] += metal::fast::exp(x);
     simdgroup_store(m, s, 8);
     x += helper(s) + dot(v, v) + clamp(x, 0.0f, 1.0f) + as_type<float>(as_type<uint>(x));
+    if (ulong(simd_ballot(x > 2.0f)) == 1) x += 1.0f;
     if (simd_any(x > 3.0f) && popcount(i) < 3) x = rsqrt(max(x, 1.0f));
     if (N > 2) out[i] = T(x + float(packed.x));
 """
@@ -118,6 +123,37 @@ def test_without_cuda_the_runner_says_so():
             output_shapes=[(64,)],
             output_dtypes=[mx.float32],
         )
+
+
+LOG = """========= COMPUTE-SANITIZER
+{"test": "exact", "ok": true}
+{"what": "sanitize", "passed": true}
+========= Uninitialized __global__ memory read of size 4 bytes
+=========     at void mlx::core::cu::copy_v<float, float, unsigned int, 4>(T1 *)+0x1a0
+=========     by thread (3,0,0) in block (0,0,0)
+=========
+========= Host API uninitialized memory access on access by cudaMemcpyAsync source
+=========
+========= Error: Race reported between Write access at custom_kernel_kda_chunk_scan_0123456789abcdef_8_f(float const *)+0x9a0
+=========     and Read access at custom_kernel_kda_chunk_scan_0123456789abcdef_8_f(float const *)+0xb20 [64 hazards]
+=========
+========= ERROR SUMMARY: 3 errors
+"""  # noqa: E501
+
+
+def test_findings_of_compute_sanitizer_are_told_apart(tmp_path, capsys):
+    found = cuda_check.count_findings(LOG)
+    assert (found["ours"], found["others"], found["host calls"]) == (1, 1, 1)
+    assert found["kda_chunk_scan"] == 1 and found["mlx::core::cu::copy_v"] == 1
+    clean = LOG.replace("kda_chunk_scan", "other")
+    for text, ok in ((LOG, False), (clean, True), (clean.split("=========     by")[0], False)):
+        (tmp_path / "log").write_text(text)
+        assert cuda_check.findings(tmp_path / "log") is ok
+
+
+@pytest.mark.parametrize("group", on_cuda.GROUPS, ids=str)
+def test_what_the_gpu_is_asked_about_lanes_holds_in_the_emulator(group):
+    assert not any(on_cuda.lanes(group, runner="emulator").values())
 
 
 # ---- compiled by NVRTC, from NVIDIA's wheels if they are installed ----
@@ -204,6 +240,27 @@ def test_mlx_lm_kernel_compiles_for_cuda():
     call = mlx_lm_call(q, q, q, g, mx.ones((1, 8, 1)), mx.zeros((1, 1, 128, 128)))
     inputs = [x if isinstance(x, mx.array) else mx.array(x) for x in call["inputs"]]
     assert compile_cuda(kernel, inputs, call["output_dtypes"], call["template"]) == ""
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("mode", ["exact", "half"])
+def test_the_matrix_kernels_compile_for_cuda(mode, monkeypatch):
+    """Prepare and scan; the recurrent kernel has nothing that the one above lacks."""
+    built = []
+
+    def compiled(name, runner):
+        def call(*, inputs, output_dtypes, template, output_shapes, **_):
+            built.append(
+                (name, compile_cuda(kernel(name, "cuda"), inputs, output_dtypes, template))
+            )
+            return [mx.zeros(s, t) for s, t in zip(output_shapes, output_dtypes, strict=True)]
+
+        return call
+
+    monkeypatch.setattr("mlx_kda.kernels.chunk.kernel", compiled)
+    q, g = mx.zeros((1, 16, 1, 64), mx.bfloat16), mx.zeros((1, 16, 1, 64))
+    kda_chunk(q, q, q, g, mx.zeros((1, 16, 1)), mode=mode, runner="cuda")
+    assert built == [("kda_chunk_prepare", ""), ("kda_chunk_scan", "")]
 
 
 @needs_nvrtc

@@ -123,7 +123,7 @@ def supported(Dk: int, Dv: int, dtype: mx.Dtype) -> tuple[bool, str]:
 def launch_tokens(runner: str) -> int:
     """Tokens of one launch of a prefill kernel: few enough that a Mac's screen stays alive and the
     workspace in its cache; more on CUDA, where starting a launch costs more."""
-    return 2048 if choose(runner) == "cuda" else 512
+    return 8192 if choose(runner) == "cuda" else 512
 
 
 def in_device_memory(x: mx.array) -> mx.array:

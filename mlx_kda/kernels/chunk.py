@@ -54,7 +54,7 @@ def kda_chunk(
         mode: "exact", float operands, as accurate as the recurrence in float32; or "half", K~
             and Q~ in float16 (the state, its updates and all sums stay float32), for 16-bit
             activations.
-        segment: tokens of one pair of launches, a multiple of 16; 512, or 2,048 on CUDA, unless
+        segment: tokens of one pair of launches, a multiple of 16; 512, or 8,192 on CUDA, unless
             given.
         runner: "metal", "emulator", "emulator-fast", "cuda" or "auto".
 

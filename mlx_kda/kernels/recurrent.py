@@ -37,7 +37,7 @@ def kda_recurrent(
         q, k, v, g, beta, scale, state, lengths, erase: as `mlx_kda.kda_ref` takes them.
         law: given, ``g`` is the raw gate a [B, T, Hv, Dk] in any float dtype.
         beta_law: "given", "sigmoid" (``beta`` is the raw b) or "twice" (2 sigmoid(b)).
-        segment: the most tokens of one launch; 512, or 2,048 on CUDA, unless given.
+        segment: the most tokens of one launch; 512, or 8,192 on CUDA, unless given.
         runner: "metal", "emulator", "emulator-fast", "cuda" or "auto".
 
     Returns:

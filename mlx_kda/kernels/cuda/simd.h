@@ -137,11 +137,11 @@ template <class T> METAL_FUNC T simd_shuffle_and_fill_down(T x, T fill, ushort b
   return emu_lane() + by < emu_lanes() ? moved : filled;
 }
 struct simd_vote {
-  using vote_t = unsigned long long;
+  using vote_t = ulong;
   vote_t votes;
   METAL_FUNC explicit constexpr simd_vote(vote_t v = 0) : votes(v) {}
   METAL_FUNC explicit constexpr operator vote_t() const { return votes; }
-  METAL_FUNC bool all() const { return votes == 0xffffffffull; }
+  METAL_FUNC bool all() const { return votes == 0xfffffffful; }
   METAL_FUNC bool any() const { return votes != 0; }
 };
 METAL_FUNC simd_vote simd_ballot(bool x) {
