@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from helpers.tiny import tiny_model
 
-from mlx_kda.bench import graph, op, profile, results, shapes, timing
+from mlx_kda.bench import graph, op, profile, profile_tables, report, results, shapes, timing
 from mlx_kda.cli.main import build_parser, main
 from mlx_kda.errors import UserError
 from mlx_kda.models.config import DENSE, MLA, MOE, KimiLinearConfig
@@ -175,3 +175,38 @@ def test_a_promise_that_is_not_kept_is_told_and_ends_with_1(tmp_path, monkeypatc
     assert "live arrays are the same in every row" in page and "> a" in page
     assert json.loads((tmp_path / "constant.json").read_text())["rows"][1]["arrays"] == 4
     assert (tmp_path / "constant.csv").read_text().startswith("tokens,")
+
+
+def test_a_page_shows_prefill_beside_decode_and_names_the_largest_parts():
+    def row(phase, part, ms, **more):
+        return {"phase": phase, "tokens": 512, "part": part, "ms": ms, "share": ms / 8, **more}
+
+    rows = [
+        row("prefill", "router", 5.0, **{"as stored ms": 9.0}),
+        row("prefill", "head", 2.0, **{"as stored ms": 4.0}),
+        row("prefill", "norms", 1.0, **{"as stored ms": 1.0}),
+        row("decode", "head", 6.0),
+        row("decode", "router", 2.0),
+    ]
+    lines = profile_tables.table(rows).splitlines()
+    assert lines[0].startswith("| part | prefill, ms | share | ms, weights as stored | decode, ms")
+    assert lines[2:] == [
+        "| norms | 1 | 12.5% | 1 |  |  |  |",
+        "| router | 5 | 62.5% | 9 | 2 | 25.0% |  |",
+        "| head | 2 | 25.0% | 4 | 6 | 75.0% |  |",
+    ]
+    told = profile_tables.largest(rows)
+    assert "prefill goes to router (62%) and head (25%)" in told
+    assert "from 9 to 5 ms and 4 to 2 ms" in told
+    assert told.endswith("Most of a decode step goes to head (75%) and router (25%).")
+
+
+def test_a_page_takes_the_profile_of_another_machine(tmp_path, profile_rows):
+    about = {"chip": "H200", "device": "CUDA GPU", "cores": 16, "command": "mlx-kda bench profile"}
+    results.save(tmp_path, "profile", about, profile_rows)
+    page = report._recorded_profile(tmp_path / "profile.json")
+    assert page.startswith("## Where the time goes: `mlx-kda bench profile`, CUDA GPU\n\nH200.")
+    assert "| KDA recurrence |" in page and "A prefill of 20 tokens" in page
+    results.save(tmp_path, "op", about, profile_rows)
+    with pytest.raises(UserError, match="bench op, not of bench profile"):
+        report._recorded_profile(tmp_path / "op.json")

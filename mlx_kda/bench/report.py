@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import UserError
 from ..files import write_text
-from . import cuda_tables, machine, results
+from . import cuda_tables, machine, profile_tables, results
 
 # What each table of the page is run with, beside the options of `bench all`.
 _PLAN: dict[str, dict[str, Any]] = {
@@ -22,6 +22,17 @@ _PLAN: dict[str, dict[str, Any]] = {
         "samples": 7,
     },
     "model": {"contexts": [256, 1024], "samples": 5},
+    "profile": {
+        "shape": None,
+        "layers": None,
+        "vocab": None,
+        "q_bits": 0,
+        "dtype": "bfloat16",
+        "runner": "auto",
+        "device": None,
+        "tokens": 512,
+        "samples": 5,
+    },
     "launches": {"q_bits": 4},
     "counters": {"tokens": 64, "dim": 128, "dtype": "bfloat16"},
 }
@@ -40,7 +51,13 @@ def write(path: Path, command: str, args: argparse.Namespace, run_one: Callable)
             benchmark = BENCHMARKS[name]
             options = argparse.Namespace(**{**given, **plan})
             rows = run_one(benchmark, options)
-            parts.append(_section(benchmark.what, benchmark.columns, benchmark.note, rows, about))
+            if name == "profile":
+                parts.append(_profile(rows, about, args.model or "the small checkpoint"))
+                parts += [_recorded_profile(Path(file)) for file in args.profile]
+                parts.append(_DONE)
+            else:
+                columns, note = benchmark.columns, benchmark.note
+                parts.append(_section(benchmark.what, columns, note, rows, about))
     parts += [_cuda(Path(file)) for file in args.cuda]
     parts.append(_predicted(rows) if about["device"] != "Metal GPU" else "")
     parts.append(_UNKNOWN)
@@ -74,17 +91,46 @@ above says Metal.**"""
 
 
 def _section(what, columns, note, rows, about) -> str:
+    title = f"## {what[0].upper()}{what[1:]}"
+    parts = [title, results.markdown(rows, columns), note, _noise(rows, about)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _noise(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
     noisy = sum(row.get("steady") is False for row in rows)
-    parts = [f"## {what[0].upper()}{what[1:]}"]
-    parts.append(results.markdown(rows, columns))
-    if note:
-        parts.append(note)
-    if noisy:
-        parts.append(
-            f"{noisy} of {len(rows)} rows spread over more than 5 % of their median: the machine "
-            f"({about['cores']} cores) was not quiet."
+    if not noisy:
+        return ""
+    return (
+        f"{noisy} of {len(rows)} rows spread over more than 5 % of their median: the machine "
+        f"({about['cores']} cores) was not quiet."
+    )
+
+
+def _profile(rows: list[dict[str, Any]], about: dict[str, Any], what: str, note: str = "") -> str:
+    """Where the time goes, prefill beside decode."""
+    from ..cli.benchmarks import BENCHMARKS
+
+    parts = [
+        f"## Where the time goes: {what}, {about['device']}",
+        f"{about['chip']}. A prefill of {rows[0]['tokens']:,} tokens, and a decode step after it.",
+        profile_tables.table(rows),
+        BENCHMARKS["profile"].note,
+        profile_tables.largest(rows),
+        note,
+        _noise(rows, about),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _recorded_profile(path: Path) -> str:
+    """Rows that `bench profile` wrote on another machine."""
+    document = results.load(path)
+    if document["benchmark"] != "profile":
+        raise UserError(
+            f"{path} holds results of bench {document['benchmark']}, not of bench profile"
         )
-    return "\n\n".join(parts)
+    about = document["machine"]
+    return _profile(document["rows"], about, f"`{about['command']}`", document.get("note", ""))
 
 
 def _cuda(path: Path) -> str:
@@ -139,6 +185,20 @@ def _predictions(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
                     "high": row["serial"] * scale,
                 }
 
+
+_DONE = """### What was done about the first entries
+
+- Products of weights: float32 weights are laid out at load for the CPU's BLAS
+  (`mlx_kda/layers/blas_layout.py`), where a product is then a loop of vector updates instead of dot
+  products. A column of weights as stored, where there is one, is the same model without. What is
+  left of them there is that BLAS.
+- A decode step's many small operations: what a KDA layer does between its projections is compiled
+  into one function (`mlx_kda/layers/mix.py`), its maps of one input are one product, and a norm of
+  few rows is three operations instead of nine.
+- exp, in every gate and softmax: long arrays take a form that the compiler turns into vector
+  instructions (`mlx_kda/ops/elementwise.py`).
+- Attention of a prefill: on the CPU in blocks of rows, each with the keys that it sees.
+- On a GPU the layer between its projections is one kernel in decoding, a few in prefill."""
 
 _UNKNOWN = """## What is not known
 

@@ -66,6 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="JSON of bench cuda from another machine, to add to the page; may be repeated",
     )
+    everything.add_argument(
+        "--profile",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="JSON of bench profile from another machine, to add to the page; may be repeated",
+    )
 
     plot = kinds.add_parser("plot", help="draw saved results to SVG and PNG")
     plot.add_argument("results", metavar="FILE", help="JSON that --out wrote")
