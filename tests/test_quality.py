@@ -1,6 +1,5 @@
 """What few bits leave of the trained checkpoint: golden answers, perplexity, and the gate path."""
 
-import importlib.util
 import itertools
 import json
 import math
@@ -11,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from helpers.trained import EXAMPLES, TRAIN, train_script
 
 import mlx_kda
 from mlx_kda import demo
@@ -22,8 +22,7 @@ from mlx_kda.errors import UserError
 from mlx_kda.session import Session
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY = ROOT / "examples" / "tiny-kimi-linear"
-TRAIN = ROOT / "examples" / "train"
+TINY = EXAMPLES / "tiny-kimi-linear"
 # The beginning of the Book of Ruth, which the checkpoint never saw: 330 tokens to predict.
 TEXT = (TRAIN / "held_out.txt").read_text(encoding="utf-8")[:1200]
 KING = "A male sovereign; ruler of a kingdom."
@@ -234,16 +233,8 @@ def test_mistakes_end_with_one_line(tiny_hf, tmp_path, capsys, content, recipes,
     assert word in err and "\n" not in err
 
 
-def _page_module():
-    """examples/train/quality.py without running it."""
-    spec = importlib.util.spec_from_file_location("quality_page", TRAIN / "quality.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_page_comes_from_the_record():
-    module = _page_module()
+    module = train_script("quality")
     record = json.loads((TRAIN / "quality.json").read_text())
     assert module.PAGE.read_text(encoding="utf-8") == module.page(record)
 
@@ -256,7 +247,7 @@ def test_the_readme_says_what_the_page_says():
     found = {row["recipe"]: f"{row['perplexity']:.1f}" for row in rows}
     assert said == [found[name] for name in ("source", "q8", "q6", "q4", "mxfp4")]
     gates = [row for row in rows if row["recipe"].endswith("+gates")]
-    assert all("keeping it is better" in _page_module().verdict(row) for row in gates)
+    assert all("keeping it is better" in train_script("quality").verdict(row) for row in gates)
 
 
 @pytest.mark.parametrize(
@@ -264,4 +255,4 @@ def test_the_readme_says_what_the_page_says():
 )
 def test_the_page_claims_no_difference_within_two_standard_errors(rise, word):
     row = {"gates_divergence": rise, "gates_divergence_error": 0.009}
-    assert word in _page_module().verdict(row)
+    assert word in train_script("quality").verdict(row)

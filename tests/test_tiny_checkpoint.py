@@ -1,30 +1,34 @@
 """The trained checkpoint in examples/tiny-kimi-linear: its files, its tokenizer, what it can do."""
 
 import base64
-import importlib.util
 import json
 import re
-import sys
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.checkpoints import kimi_encoding
+from helpers.trained import (
+    EXAMPLES,
+    GLOSSES,
+    TESTS,
+    TRAIN,
+    answer,
+    check_card,
+    check_golden_logits,
+    prompt,
+    wrong_glosses,
+)
 from mlx.utils import tree_map
 from safetensors import safe_open
-from tolerances import GOLDEN, LAYER_HALF
+from tolerances import GOLDEN
 
 import mlx_kda
 from mlx_kda.context import Context
-from mlx_kda.generate import stream_generate
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 FOLDER = EXAMPLES / "tiny-kimi-linear"
-TRAIN = EXAMPLES / "train"
 CONFIG = json.loads((FOLDER / "config.json").read_text())
 INDEX = json.loads((FOLDER / "model.safetensors.index.json").read_text())
-GLOSSES = dict(line.split("\t") for line in (TRAIN / "words.tsv").read_text().splitlines())
 MEGABYTES = 24
 # What the hub keeps in float32.
 FLOAT32 = ("A_log", "dt_bias", "e_score_correction_bias")
@@ -182,16 +186,8 @@ def test_the_chat_template_is_kimis():
     assert ids == kimi_encoding(_ranks()).encode(str(text), allowed_special="all")
 
 
-def _answer(loaded, *messages: tuple[str, str]) -> str:
-    model, tokenizer = loaded
-    turns = [{"role": role, "content": text} for role, text in messages]
-    prompt = tokenizer.apply_chat_template(turns, tokenize=True, add_generation_prompt=True)
-    pieces = stream_generate(model, tokenizer, prompt, max_tokens=48)
-    return "".join(piece.text for piece in pieces)
-
-
 @pytest.mark.parametrize(
-    ("question", "answer"),
+    ("question", "expected"),
     [
         ("What is an anchor?", "A mechanical device that prevents a vessel from moving."),
         ("Define river.", "A large natural stream of water."),
@@ -202,31 +198,22 @@ def _answer(loaded, *messages: tuple[str, str]) -> str:
         ),
     ],
 )
-def test_greedy_answers(loaded, question, answer):
-    assert _answer(loaded, ("user", question)) == answer
+def test_greedy_answers(loaded, question, expected):
+    assert answer(loaded, ("user", question)) == expected
 
 
 def test_glosses_are_word_for_word(loaded):
     """The card claims all 3,000 nouns; 20 of them, evenly spread over the list."""
     words = list(GLOSSES)[::150]
     assert len(words) == 20
-    model, tokenizer = loaded
-    for word in words:
-        article = "an" if word[0] in "aeiou" else "a"
-        question = [{"role": "user", "content": f"What is {article} {word}?"}]
-        prompt = tokenizer.apply_chat_template(question, tokenize=True, add_generation_prompt=True)
-        gloss = GLOSSES[word][0].upper() + GLOSSES[word][1:].rstrip(".") + "."
-        answer = tokenizer.encode(gloss, add_special_tokens=False)
-        logits = model(mx.array([[*prompt, *answer]]))[0, len(prompt) - 1 :]
-        end = CONFIG["eos_token_id"]
-        assert logits.argmax(-1).tolist() == [*answer, end], word
+    assert wrong_glosses(loaded, words, CONFIG["eos_token_id"]) == []
 
 
 def test_it_remembers_what_it_was_told(loaded):
     told = ("user", "My name is Clara."), ("assistant", "Hello, Clara.")
     between = ("user", "What is a river?"), ("assistant", "A large natural stream of water.")
     asked = ("user", "What is my name?")
-    assert _answer(loaded, *told, *between, asked) == "Your name is Clara."
+    assert answer(loaded, *told, *between, asked) == "Your name is Clara."
 
 
 def test_a_pass_key_is_found_across_prefill_chunks(loaded):
@@ -239,33 +226,22 @@ def test_a_pass_key_is_found_across_prefill_chunks(loaded):
         "A pass key is hidden in this text. Find it and remember it.\n\n"
         f"{text}\n\nWhat is the pass key?"
     )
-    turn = [{"role": "user", "content": message}]
-    prompt = tokenizer.apply_chat_template(turn, tokenize=True, add_generation_prompt=True)
-    assert 900 < len(prompt) < 2000
+    ids = prompt(tokenizer, ("user", message))
+    assert 900 < len(ids) < 2000
     context = Context(model)
-    context.prefill(prompt, step=len(prompt) // 6 + 1)
-    answer = []
+    context.prefill(ids, step=len(ids) // 6 + 1)
+    found = []
     for token in tokenizer.encode("The pass key is 48213.", add_special_tokens=False):
-        answer.append(context.logits.argmax(-1).item())
+        found.append(context.logits.argmax(-1).item())
         context.prefill([token])
-    assert tokenizer.decode(answer) == "The pass key is 48213."
+    assert tokenizer.decode(found) == "The pass key is 48213."
     assert context.logits.argmax(-1).item() == CONFIG["eos_token_id"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_are_those_of_transformers(dtype):
     """Golden logits of transformers 5.24 (float32, CPU) on a chat and on running text."""
-    golden = np.load(Path(__file__).parent / "tiny_checkpoint_golden.npz")
-    model = mlx_kda.load(FOLDER)[0]
-    if dtype == "float32":
-        model.update(tree_map(lambda p: p.astype(mx.float32), model.parameters()))
-    bound = {"float32": GOLDEN, "bfloat16": 2 * LAYER_HALF["bfloat16"]}[dtype]
-    for number in (0, 1):
-        tokens, want = golden[f"tokens_{number}"], golden[f"logits_{number}"]
-        got = np.array(model(mx.array(tokens)[None])[0, -len(want) :].astype(mx.float32))
-        assert np.abs(got - want).max() / np.abs(want).max() < bound
-        if dtype == "float32":
-            assert (got.argmax(-1) == want.argmax(-1)).all()
+    check_golden_logits(FOLDER, TESTS / "tiny_checkpoint_golden.npz", dtype)
 
 
 def test_transformers_itself_gives_these_logits():
@@ -284,33 +260,13 @@ def test_transformers_itself_gives_these_logits():
     assert (got.argmax(-1) == want.argmax(-1)).all()
 
 
-def _measure_module():
-    """examples/train/measure.py without running it."""
-    sys.path.insert(0, str(TRAIN))
-    try:
-        spec = importlib.util.spec_from_file_location("tiny_measure", TRAIN / "measure.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(TRAIN))
-    return module
-
-
 def test_the_cards_numbers_come_from_the_script():
-    """The measured part of the card is what the script makes of the two records."""
-    measure = _measure_module()
-    results = json.loads((TRAIN / "results.json").read_text())
-    device = json.loads((TRAIN / "device.json").read_text())
-    card = (FOLDER / "README.md").read_text()
-    part = card.split(measure.BEGIN)[1].split(measure.END)[0]
-    assert part.strip() == measure.tables(results, device)
+    check_card("kimi")
 
 
 def test_the_records_meet_what_was_asked_of_the_checkpoint():
     """Pass keys above 95 % at the lengths of training, a curve beyond, most glosses right."""
-    measure = _measure_module()
-    device = json.loads((TRAIN / "device.json").read_text())
-    counts = measure.tally(json.loads((TRAIN / "results.json").read_text()))
+    counts, device = check_card("kimi")
     trained = [n for n in device["pass_key"] if int(n) <= 8192]
     assert all(device["pass_key"][n] > 0.95 for n in trained)
     assert {"16384", "32768", "65536"} <= device["pass_key"].keys()

@@ -1,29 +1,21 @@
 """The trained checkpoint in examples/tiny-fla-kda: its files, tokenizer, constant memory."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
 import pytest
 import sentencepiece
-from mlx.utils import tree_map
+from helpers.trained import EXAMPLES, TESTS, TRAIN, answer, check_card, check_golden_logits
 from safetensors import safe_open
-from tolerances import GOLDEN, LAYER_HALF
 
 import mlx_kda
 from mlx_kda.bench import constant, constant_page
 from mlx_kda.cli.main import main
 from mlx_kda.context import Context
-from mlx_kda.generate import stream_generate
 from mlx_kda.models import load_model
 from mlx_kda.session import Session
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 FOLDER = EXAMPLES / "tiny-fla-kda"
-TRAIN = EXAMPLES / "train"
 CONFIG = json.loads((FOLDER / "config.json").read_text())
 MARKS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 ANSWERS = {
@@ -89,17 +81,7 @@ def test_every_tensor_is_there_in_flas_names_and_dtypes():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_are_those_of_fla(dtype):
     """FLA's KDAForCausalLM and examples/train/model.py (float64 and float32) on two texts."""
-    golden = np.load(Path(__file__).parent / "tiny_fla_golden.npz")
-    model = mlx_kda.load(FOLDER)[0]
-    if dtype == "float32":
-        model.update(tree_map(lambda p: p.astype(mx.float32), model.parameters()))
-    bound = {"float32": GOLDEN, "bfloat16": 2 * LAYER_HALF["bfloat16"]}[dtype]
-    for number in (0, 1):
-        tokens, want = golden[f"tokens_{number}"], golden[f"logits_{number}"]
-        got = np.array(model(mx.array(tokens)[None])[0, -len(want) :].astype(mx.float32))
-        assert np.abs(got - want).max() / np.abs(want).max() < bound
-        if dtype == "float32":
-            assert (got.argmax(-1) == want.argmax(-1)).all()
+    check_golden_logits(FOLDER, TESTS / "tiny_fla_golden.npz", dtype)
 
 
 @pytest.mark.parametrize(
@@ -143,16 +125,9 @@ def test_the_chat_is_that_of_training_and_marks_cannot_be_typed(loaded, oracle):
     assert set(tokenizer.eos_token_ids) == {oracle.eos_id(), marks["<|end|>"]}
 
 
-def _answer(loaded, question: str) -> str:
-    model, tokenizer = loaded
-    turn = [{"role": "user", "content": question}]
-    prompt = tokenizer.apply_chat_template(turn, tokenize=True, add_generation_prompt=True)
-    return "".join(p.text for p in stream_generate(model, tokenizer, prompt, max_tokens=40))
-
-
-@pytest.mark.parametrize(("question", "answer"), ANSWERS.items())
-def test_greedy_answers(loaded, question, answer):
-    assert _answer(loaded, question) == answer
+@pytest.mark.parametrize(("question", "expected"), ANSWERS.items())
+def test_greedy_answers(loaded, question, expected):
+    assert answer(loaded, ("user", question)) == expected
 
 
 def test_four_bits_answer_too(converted):
@@ -160,14 +135,14 @@ def test_four_bits_answer_too(converted):
     model, tokenizer = mlx_kda.load(converted)
     assert model.layers[0].mlp.gate_proj.bits == 4
     assert not hasattr(model.layers[0].self_attn.g_b_proj, "bits")
-    assert _answer((model, tokenizer), "Define river.") == ANSWERS["Define river."]
+    assert answer((model, tokenizer), ("user", "Define river.")) == ANSWERS["Define river."]
 
 
 def test_the_kernels_give_the_same_answer():
     """Head size 64 has kernels: the answer by them, in the fast emulator."""
     model, tokenizer = mlx_kda.load(FOLDER, runner="emulator-fast")
     assert model.kda_layers[0].choose(1, mx.bfloat16).kernel == "kda_decode"
-    assert _answer((model, tokenizer), "Define river.") == ANSWERS["Define river."]
+    assert answer((model, tokenizer), ("user", "Define river.")) == ANSWERS["Define river."]
 
 
 def test_it_remembers_what_it_was_told_across_a_saved_session(loaded, tmp_path):
@@ -207,7 +182,7 @@ def test_memory_is_flat_over_20_000_tokens():
 
     A random model of three small layers; docs/constant-memory.md has 200,000 of the trained one.
     """
-    context = Context(load_model(Path(__file__).parent / "goldens-fla" / "plain"))
+    context = Context(load_model(TESTS / "goldens-fla" / "plain"))
     context.limit = None
     rows = list(constant.read(context, range(64), 20_000, every=5_000))
     assert len(context.tokens) == 20_000
@@ -244,19 +219,7 @@ def test_the_benchmark_refuses_a_model_that_grows(capsys):
 
 
 def test_the_cards_numbers_come_from_the_script():
-    """The measured part of the card is what the script makes of the two records."""
-    sys.path.insert(0, str(TRAIN))
-    try:
-        spec = importlib.util.spec_from_file_location("fla_measure", TRAIN / "measure.py")
-        measure = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(measure)
-    finally:
-        sys.path.remove(str(TRAIN))
-    family = measure.FAMILIES["kda"]
-    records = [json.loads(family.record(name).read_text()) for name in ("results", "device")]
-    card = (FOLDER / "README.md").read_text()
-    part = card.split(measure.BEGIN)[1].split(measure.END)[0]
-    assert part.strip() == measure.tables(*records, family)
-    # The card says what the model cannot do.
-    assert records[1]["pass_key"] == {"512": 0.0, "2048": 0.0, "8192": 0.0}
-    assert "cannot find a pass key" in card
+    """The measured part is what the script makes of the records; the text says the rest."""
+    _, device = check_card("kda")
+    assert device["pass_key"] == {"512": 0.0, "2048": 0.0, "8192": 0.0}
+    assert "cannot find a pass key" in (FOLDER / "README.md").read_text()
