@@ -25,8 +25,9 @@ from .problem import Problem
 from .spans import by_chunk, prepare_chunks
 
 CHUNKS = (8, 16, 32, 64)
-# Arrays of a segment stay about this small, so that they are computed from cache, not memory.
-_SEGMENT_BYTES = 2 << 20
+# Arrays of a segment stay about this small: on a CPU so that they are computed from cache, on a GPU,
+# which needs many tokens at once to be busy, so that the workspace of a step stays bounded.
+_SEGMENT_BYTES = {mx.DeviceType.cpu: 2 << 20, mx.DeviceType.gpu: 32 << 20}
 
 
 def kda_chunk_ref(
@@ -79,8 +80,9 @@ def run(
     # twice as fast with a plain BLAS. Callers get a view in the public orientation.
     S = S.swapaxes(-1, -2)
     outputs = []
+    segment_bytes = _SEGMENT_BYTES[mx.default_device().type]
     per_token = 4 * p.B * p.Hv * max(p.Dk, p.Dv)
-    step = max(1, _SEGMENT_BYTES // (per_token * chunk)) * chunk
+    step = max(1, segment_bytes // (per_token * chunk)) * chunk
     for start in range(0, p.T, step):
         segment = _cut(p, (q, k, v, g, beta), lengths, start, min(start + step, p.T), chunk)
         o, S = _segment(p, *segment, S, chunk)
