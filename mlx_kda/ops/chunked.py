@@ -25,8 +25,8 @@ from .problem import Problem
 from .spans import by_chunk, prepare_chunks
 
 CHUNKS = (8, 16, 32, 64)
-# Arrays of a segment stay about this small: on a CPU so that they are computed from cache, on a GPU,
-# which needs many tokens at once to be busy, so that the workspace of a step stays bounded.
+# Arrays of a segment stay about this small: on a CPU so that they are computed from cache; on a
+# GPU, which many tokens at once keep busy, so that a step's workspace stays bounded.
 _SEGMENT_BYTES = {mx.DeviceType.cpu: 2 << 20, mx.DeviceType.gpu: 32 << 20}
 
 
