@@ -19,12 +19,11 @@ from .quantise import cast, finish_step, is_cast
 from .reader import Reader
 from .recipe import MODES, Packing
 from .sensitivity import sensitivity
-from .steps import Step
+from .steps import Progress, Step
 from .tensor_files import Spec
 
 SLICE = 1 << 24  # elements measured at a time
 Point = tuple[int, float, Packing | None]  # bytes, error, packing
-Progress = Callable[[int, int, str], None]
 
 
 def spend(layout: Layout, journal: Journal, progress: Progress | None) -> None:

@@ -10,7 +10,7 @@ as the converted one differs. Rounding that is right does about what this noise 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -26,11 +26,11 @@ from .families import tensor_family
 from .layout import Layout
 from .routed import Routed
 from .side import EMBEDDING, HEAD, NORM, Side, Weights
+from .steps import Progress
 from .weight_errors import FamilyError, noisy, squares, weight_bound
 from .weights import LAYERS, units
 
 MODELS = 3  # the source, the converted one, the source with noise
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass

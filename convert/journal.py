@@ -129,3 +129,15 @@ def file_hash(path: Path, heard: Callable[[int], None] = lambda count: None) -> 
     except OSError:
         return None
     return digest.hexdigest()
+
+
+def source_hash(journal: Journal) -> str:
+    """One hash for all source tensors that were read."""
+    facts = journal.files.values()
+    return digest_of({name: d for one in facts for name, d in one["sources"].items()})
+
+
+def digest_of(digests: dict[str, str]) -> str:
+    """SHA-256 over the lines "digest  name" of tensors, by name."""
+    lines = "".join(f"{digests[name]}  {name}\n" for name in sorted(digests))
+    return hashlib.sha256(lines.encode()).hexdigest()

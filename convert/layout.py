@@ -21,18 +21,10 @@ from .quantise import Finished, finish_step, is_cast
 from .recipe import CONVOLUTION, Recipe
 from .source import Source
 from .steps import PIECE_BYTES, Mapping
-from .tensor_files import Spec
+from .tensor_files import DTYPE_WORDS, Spec
 from .view import View, view
 
 IDLE_BYTES = 300_000_000  # Python, MLX and what the headers take
-DTYPE_WORDS = {
-    "float32": mx.float32,
-    "float16": mx.float16,
-    "bfloat16": mx.bfloat16,
-    "fp32": mx.float32,
-    "fp16": mx.float16,
-    "bf16": mx.bfloat16,
-}
 
 
 @dataclass(frozen=True)

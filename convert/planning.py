@@ -13,7 +13,7 @@ from .families import by_family, tensor_family
 from .layout import Layout, Wish, bits_by_family, lay_out
 from .output import free_space, named, partial_of, size_of, space_problem
 from .recipe import Packing
-from .run import SHARD_BYTES, into_shards
+from .shards import SHARD_BYTES, into_shards
 from .source import Source, open_source
 
 CONTEXTS = {"8K": 8 * 1024, "128K": 128 * 1024, "1M": 1024 * 1024}

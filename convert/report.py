@@ -25,7 +25,7 @@ class ConversionReport:
     bytes_in: int
     bytes_out: int
     revision: str | None = None
-    # SHA-256 over the digests of all source tensors read (see `run.source_hash`)
+    # SHA-256 over the digests of all source tensors read (see `journal.source_hash`)
     source_hash: str = ""
     # one text for source, recipe, shard size and version
     identity: str = ""

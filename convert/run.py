@@ -1,22 +1,19 @@
 """`convert`: a Hugging Face checkpoint in, an MLX folder out, one tensor in memory at a time."""
 
-import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from mlx_kda import __version__
 from mlx_kda.errors import UserError
-from mlx_kda.files import new_file, write_text
+from mlx_kda.files import write_text
 
 from .budget import spend
 from .card import CARD, PAGE, card, command, page
 from .companions import Companions, read_companions, write_companions
 from .families import by_family
-from .journal import Journal
+from .journal import Journal, source_hash
 from .layout import Layout, Wish, bits_by_family, changed_dtypes, identity_hash, lay_out
 from .output import (
     LOCK,
@@ -32,16 +29,11 @@ from .output import (
     write_json,
 )
 from .quantise import Finished
-from .reader import Reader
 from .report import ConversionReport, starred
+from .shards import SHARD_BYTES, into_shards, outputs_of, write_weights
 from .source import INDEX, open_source
-from .steps import Pieces
-from .tensor_files import Spec
-from .writing import write_file
+from .steps import Progress
 from .written_config import written_config
-
-SHARD_BYTES = 5_000_000_000
-Progress = Callable[[int, int, str], None]
 
 
 def convert(
@@ -173,85 +165,6 @@ def begin_report(layout: Layout, out: Path, identity: dict[str, Any]) -> Convers
     )
 
 
-def write_weights(
-    layout: Layout, shards: dict[str, list[Finished]], journal: Journal, progress: Progress | None
-) -> None:
-    """Write the weight files that are not finished, and note each in the journal.
-
-    Only the tensors of one step are in memory at a time, and what is read ahead.
-    """
-    todo = {name: steps for name, steps in shards.items() if name not in journal.files}
-    total = layout.nbytes
-    done = sum(spec.nbytes for n in shards if n not in todo for _, spec in _outputs(shards[n]))
-    order = layout.view.stored(step for steps in todo.values() for step in steps)
-    waiting = layout.waiting_bytes
-    with Reader(layout.source, order, waiting) as reader:
-        read = layout.view.reading(reader)
-
-        def arrays(steps: list[Finished]) -> Iterator[tuple[str, Pieces]]:
-            nonlocal done
-            for step in steps:
-                yield from step.stream(read)
-                if mx.get_cache_memory() > waiting:
-                    mx.clear_cache()
-                done += sum(spec.nbytes for spec in step.outputs.values())
-                if progress and step.outputs:
-                    progress(done, total, next(iter(step.outputs)))
-
-        for name, steps in todo.items():
-            with new_file(journal.folder / name) as temporary:
-                digest = write_file(
-                    temporary, dict(_outputs(steps)), arrays(steps), waiting=waiting
-                )
-                size = temporary.stat().st_size
-            sources = layout.view.stored(steps)
-            journal.record(
-                name,
-                {
-                    "bytes": size,
-                    "sha256": digest,
-                    "sources": {key: reader.digests[key] for key in sources},
-                },
-            )
-
-
-def _outputs(steps: list[Finished]) -> Iterator[tuple[str, Spec]]:
-    for step in steps:
-        yield from step.outputs.items()
-
-
-def into_shards(steps: list[Finished], shard_bytes: int) -> dict[str, list[Finished]]:
-    """Group steps in order, by file, so that each stays within its size; no step is split."""
-    shards: list[list[Finished]] = [[]]
-    size = 0
-    for step in steps:
-        nbytes = sum(spec.nbytes for spec in step.outputs.values())
-        if size + nbytes > shard_bytes and size:
-            shards.append([])
-            size = 0
-        shards[-1].append(step)
-        size += nbytes
-    if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
-    count = len(shards)
-    return {
-        f"model-{number:05d}-of-{count:05d}.safetensors": shard
-        for number, shard in enumerate(shards, start=1)
-    }
-
-
-def source_hash(journal: Journal) -> str:
-    """One hash for all source tensors that were read."""
-    facts = journal.files.values()
-    return digest_of({name: d for one in facts for name, d in one["sources"].items()})
-
-
-def digest_of(digests: dict[str, str]) -> str:
-    """SHA-256 over the lines "digest  name" of tensors, by name."""
-    lines = "".join(f"{digests[name]}  {name}\n" for name in sorted(digests))
-    return hashlib.sha256(lines.encode()).hexdigest()
-
-
 def finish_folder(
     layout: Layout,
     companions: Companions,
@@ -260,7 +173,7 @@ def finish_folder(
     report: ConversionReport,
 ) -> None:
     """Write the index, the report, the model card, and at the very end config.json."""
-    places = {key: name for name, steps in shards.items() for key, _ in _outputs(steps)}
+    places = {key: name for name, steps in shards.items() for key in outputs_of(steps)}
     index = {
         "metadata": {"total_size": report.bytes_out, "total_parameters": report.parameters},
         "weight_map": dict(sorted(places.items())),

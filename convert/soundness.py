@@ -1,7 +1,6 @@
 """Checks of a converted folder by itself: files, index, config, tokenizer, shapes, values."""
 
 import unicodedata
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,15 @@ from mlx_kda.errors import CheckpointError
 from .builder import FLOATS, listed
 from .checks import Verification
 from .journal import file_hash
-from .layout import DTYPE_WORDS, Layout
+from .layout import Layout
 from .quantise import is_cast, is_finite
 from .reader import Reader
 from .sample import TEXT, has_tokenizer
 from .source import INDEX, read_json, read_placed
-from .tensor_files import in_pieces, read_header
+from .steps import Progress
+from .tensor_files import DTYPE_WORDS, in_pieces, read_header
 
 PIECE = 32_000_000  # bytes looked at at a time
-Progress = Callable[[int, int, str], None]
 
 
 def check_files(

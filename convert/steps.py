@@ -13,6 +13,7 @@ from .tensor_files import Spec
 
 PIECE_BYTES = 4_000_000  # of a stack, made at a time; a larger tensor alone, without a copy
 Read = Callable[[str], mx.array]
+Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, what is being done
 Pieces = Iterator[mx.array]  # a tensor, some rows at a time
 
 

@@ -32,6 +32,15 @@ DTYPES: dict[str, tuple[mx.Dtype, type]] = {
     "I64": (mx.int64, np.uint64),
     "BOOL": (mx.bool_, np.uint8),
 }
+# as config.json and people write them
+DTYPE_WORDS = {
+    "float32": mx.float32,
+    "float16": mx.float16,
+    "bfloat16": mx.bfloat16,
+    "fp32": mx.float32,
+    "fp16": mx.float16,
+    "bf16": mx.bfloat16,
+}
 DTYPE_NAMES = {dtype: name for name, (dtype, _) in DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 

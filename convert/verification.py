@@ -9,12 +9,11 @@ from .builder import listed
 from .checks import Verification
 from .compare import compare
 from .families import by_family, parse_config
+from .journal import digest_of
 from .layout import Layout, Wish, lay_out
 from .output import read_report
-from .run import digest_of
 from .sample import sample_tokens
 from .soundness import (
-    Progress,
     check_files,
     check_index,
     check_shapes,
@@ -22,6 +21,7 @@ from .soundness import (
     check_values,
 )
 from .source import open_source, read_config
+from .steps import Progress
 
 # Beside the source with noise as large as the rounding (see `compare`): its KL divergence times
 # the first, its top-1 agreement less the second.

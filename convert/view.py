@@ -12,10 +12,9 @@ from mlx_kda.errors import CheckpointError
 from . import foreign
 from .source import Source
 from .steps import Read, Step
-from .tensor_files import Spec
+from .tensor_files import DTYPE_WORDS, Spec
 
 SPLIT = re.compile(r"\.kv_b_proj$")  # is split by head, which takes plain weights
-FLOATS = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -152,4 +151,4 @@ def _dequantised(config: dict[str, Any], tensors: dict[str, Spec]) -> View:
 
 def _dtype(config: dict[str, Any]) -> mx.Dtype:
     """The dtype that a config names; bfloat16 where it names none."""
-    return FLOATS.get(str(config.get("torch_dtype") or config.get("dtype")), mx.bfloat16)
+    return DTYPE_WORDS.get(str(config.get("torch_dtype") or config.get("dtype")), mx.bfloat16)

@@ -14,9 +14,6 @@ from .steps import Pieces
 from .tensor_files import DTYPE_NAMES, Spec
 
 BLOCK = 16_000_000
-SYNC_BYTES = (
-    256_000_000  # what is flushed to the disk at a time, so that the end is not a long wait
-)
 
 
 def write_file(

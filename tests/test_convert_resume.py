@@ -54,15 +54,15 @@ def break_off(monkeypatch, source: Path, out: Path, after: int, **wish) -> list[
 
 def watch_writes(monkeypatch) -> list[str]:
     """Names of the weight files that are written from now on."""
-    import mlx_kda.convert.run as run
+    import mlx_kda.convert.shards as shards
 
-    written, real = [], run.write_file
+    written, real = [], shards.write_file
 
     def write_file(path, *args, **options):
         written.append(path.name)
         return real(path, *args, **options)
 
-    monkeypatch.setattr(run, "write_file", write_file)
+    monkeypatch.setattr(shards, "write_file", write_file)
     return written
 
 
@@ -218,9 +218,9 @@ def test_kill_9_at_any_moment_then_resume(source, whole, tmp_path):
     out = tmp_path / "out"
     command = [*COMMAND, source, out, *OPTIONS, "--resume"]
     slow = (
-        "import sys, time; from mlx_kda.convert import run; from mlx_kda.cli.main import main; "
-        "real = run.write_file; "
-        "run.write_file = lambda *a, **k: (time.sleep(0.05), real(*a, **k))[1]; "
+        "import sys, time; from mlx_kda.convert import shards; from mlx_kda.cli.main import main; "
+        "real = shards.write_file; "
+        "shards.write_file = lambda *a, **k: (time.sleep(0.05), real(*a, **k))[1]; "
         "sys.exit(main(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", slow, *command[3:]]

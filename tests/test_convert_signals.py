@@ -56,9 +56,9 @@ def test_a_benchmark_leaves_no_folder(source, tmp_path, number, kind):
 
 # A conversion that takes a second a file, so that the signal finds it at work.
 SLOW = (
-    "import sys, time; from mlx_kda.convert import run; from mlx_kda.cli.main import main; "
-    "real = run.write_file; "
-    "run.write_file = lambda *a, **k: (time.sleep({}), real(*a, **k))[1]; "
+    "import sys, time; from mlx_kda.convert import shards; from mlx_kda.cli.main import main; "
+    "real = shards.write_file; "
+    "shards.write_file = lambda *a, **k: (time.sleep({}), real(*a, **k))[1]; "
     "sys.exit(main(sys.argv[1:]))"
 )
 
