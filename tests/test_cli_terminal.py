@@ -15,7 +15,7 @@ pytest.importorskip("prompt_toolkit")
 STATUS = r"\[[^\]]*tokens/s \| context [\d,]+ of 512 \| cache [^\]]* prefilled\]"
 
 # More than the line typed is echoed with: the answer has begun.
-ANSWERING = r"(?s)hello.{400}"
+ANSWERING = r"(?s)hello.{150}"
 
 
 @pytest.fixture
@@ -125,3 +125,34 @@ def test_a_signal_while_answering_saves_the_session(chat, tiny_mlx, tmp_path):
     assert child.exitstatus == 128 + signal.SIGTERM
     messages = Session.load(file, *mlx_kda.load(tiny_mlx)).messages
     assert [m["role"] for m in messages] == ["user", "assistant"]
+
+
+def test_the_status_is_shown_after_an_answer_only(chat):
+    """It used to come again, as it was, after every command and empty line."""
+    child = chat("--max-tokens", "6")
+    child.send("hello\r")
+    child.expect(STATUS)
+    child.send("\r")
+    child.send("/set temp 0.5\r")
+    child.expect("temp 0.5")
+    child.send("/undo\r")
+    child.expect("took back: hello")
+    child.send("/stats\r")
+    child.expect("session checkpoints")
+    assert "prefilled]" not in child.before
+    child.send("again\r")
+    child.expect(STATUS)
+    assert end(child) == 0
+
+
+def test_a_paste_of_many_lines_is_one_message(chat, tiny_mlx, tmp_path):
+    """Brackets around a paste are understood with prompt_toolkit and by readline."""
+    file = tmp_path / "talk"
+    child = chat("--max-tokens", "3", "--session", str(file))
+    child.send("\x1b[200~one\rtwo \u6f22\rthree\x1b[201~\r")
+    child.expect(STATUS)
+    child.send("nul \x00 byte and \x1b[31m colour\r")
+    child.expect(STATUS)
+    assert end(child) == 0
+    first, _, second, _ = Session.load(file, *mlx_kda.load(tiny_mlx)).messages
+    assert first["content"] == "one\ntwo \u6f22\nthree" and "nul" in second["content"]

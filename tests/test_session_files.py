@@ -161,7 +161,7 @@ def test_no_file_and_no_session(tiny_model, tmp_path):
     with pytest.raises(CheckpointError, match="cannot be read"):
         Session.load(tmp_path / "none", *tiny_model)
     (tmp_path / "text").write_text("what is this, a file of text? " * 9)
-    with pytest.raises(CheckpointError, match="no safetensors file"):
+    with pytest.raises(CheckpointError, match="is no session of mlx-kda"):
         Session.load(tmp_path / "text", *tiny_model)
 
 

@@ -20,7 +20,7 @@ from ..errors import CheckpointError, UserError
 from ..files import new_file
 from .checkpoints import NEWEST_KEPT, Checkpoint
 from .fingerprint import fingerprint
-from .header import FORMAT, VERSION, check_format
+from .header import FORMAT, VERSION, check_session
 from .latents import LatentCache, packing
 from .marks import mark
 from .store import Ring
@@ -67,12 +67,12 @@ def read(path: str | Path, model: nn.Module) -> tuple[dict[str, mx.array], dict[
     Raises CheckpointError naming what is wrong: no session, damaged, another version or model.
     """
     path, texts = Path(path), {}
+    check_session(path)
     try:
         stored = read_header(path, texts)
     except CheckpointError as error:
         # Without the advice to download it again.
         raise CheckpointError(str(error).partition(";")[0]) from error
-    check_format(texts, path.name)
     mine = fingerprint(model)
     if texts.get("model") != mine:
         raise CheckpointError(

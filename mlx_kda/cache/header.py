@@ -32,10 +32,10 @@ def check_session(path: str | Path) -> None:
         metadata = json.loads(text)["__metadata__"]
     except (KeyError, TypeError, ValueError):
         metadata = None
-    check_format(metadata if isinstance(metadata, dict) else {}, path.name)
+    _check_format(metadata if isinstance(metadata, dict) else {}, path.name)
 
 
-def check_format(metadata: dict[str, Any], name: str) -> None:
+def _check_format(metadata: dict[str, Any], name: str) -> None:
     """Raise CheckpointError unless the metadata is that of a session of this version."""
     if metadata.get("format") != FORMAT:
         raise CheckpointError(f"{name} is no session of mlx-kda")

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+SHORT = 128  # units of work that need no bar
 # What a model writes must not drive the terminal: control characters but tab and newline.
 _CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
@@ -45,7 +46,8 @@ def status(message: str) -> Iterator[None]:
 def progress(label: str, *, unit: str = "tokens") -> Iterator[Callable[[int, int], None]]:
     """A bar on standard error with rate and time left, on a terminal only.
 
-    Gives ``update(done, total)``; the bar appears with the first one short of the total.
+    Gives ``update(done, total)``; the bar appears with the first one short of the total, and not
+    for so little (``SHORT`` of a unit) that it would only flash up.
     """
     if not sys.stderr.isatty():
         yield lambda done, total: None
@@ -73,7 +75,7 @@ def progress(label: str, *, unit: str = "tokens") -> Iterator[Callable[[int, int
     def update(done: int, total: int) -> None:
         nonlocal task
         if task is None:
-            if done == total:
+            if done == total or total < SHORT:
                 return
             bar.start()
             task = bar.add_task(label, total=total)

@@ -218,7 +218,7 @@ class Talk:
     def _set_command(self, rest: str) -> None:
         if not rest:
             for name, value in vars(self.settings).items():
-                output.note(f"{name.replace('_', '-')} {value}")
+                output.note(f"{name.replace('_', '-')} {_shown(value)}")
             return
         name, _, value = rest.replace("=", " ", 1).partition(" ")
         self._set(name.strip().lstrip("-").replace("_", "-"), value.strip())
@@ -241,7 +241,7 @@ class Talk:
             except argparse.ArgumentTypeError as error:
                 raise UserError(f"{name}: {error}") from None
         setattr(self.settings, action.dest, parsed)
-        output.note(f"{name} {parsed}")
+        output.note(f"{name} {_shown(parsed)}")
 
     def _stats_command(self, rest: str) -> None:
         context = self.session.context
@@ -253,3 +253,9 @@ class Talk:
         output.note(f"session checkpoints: {len(points)}, {size(points.nbytes)}")
         for line in reports.describe_layers(self.session.layers(), len(context.tokens)):
             output.note(line)
+
+
+def _shown(value: Any) -> str:
+    """A setting as it is typed."""
+    words = {None: "none", True: "on", False: "off"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)

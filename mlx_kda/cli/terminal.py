@@ -10,6 +10,7 @@ from mlx_kda.cli import output
 
 if TYPE_CHECKING:
     from mlx_kda.cli.talk import Talk
+    from mlx_kda.generate import Statistics
 
 PROMPT = "> "
 MORE = ". "
@@ -28,6 +29,7 @@ class Terminal:
             sys.stdin.reconfigure(errors="replace")
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
         self._draft = ""
+        self._told: Statistics | None = None  # of the answer whose status was shown
         self._session = _prompt_session(said) if self.interactive else None
         if self.interactive and self._session is None:
             with contextlib.suppress(ImportError):
@@ -54,8 +56,9 @@ class Terminal:
     def after(self, talk: "Talk") -> None:
         """What is shown and kept between two lines."""
         self._draft, talk.draft = talk.draft, ""
-        if self.interactive and talk.last is not None:
+        if self.interactive and talk.last is not None and talk.last is not self._told:
             output.note(f"[{talk.status()}]")
+        self._told = talk.last
 
     def _edited(self) -> str:
         default, self._draft = self._draft, ""
@@ -108,6 +111,7 @@ def _prompt_session(said: list[str]) -> Any:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.history import InMemoryHistory
         from prompt_toolkit.key_binding import KeyBindings
+        from prompt_toolkit.keys import Keys
         from prompt_toolkit.output.vt100 import Vt100_Output
     except ImportError:
         return None
@@ -125,6 +129,10 @@ def _prompt_session(said: list[str]) -> Any:
     @keys.add("escape", "enter")
     def _(event: Any) -> None:
         event.current_buffer.insert_text("\n")
+
+    @keys.add(Keys.Vt100MouseEvent)
+    def _(event: Any) -> None:
+        """Nothing: the mouse is not used, and a pasted colour would be taken for it, and fail."""
 
     # Nothing here needs to know the cursor's place, and not every terminal tells it.
     output = Vt100_Output.from_pty(sys.stdout, term=os.environ.get("TERM"))
