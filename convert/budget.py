@@ -7,7 +7,7 @@ The gate path takes part: at a given size its bytes often do more elsewhere (doc
 """
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator, Sequence
 
 import mlx.core as mx
 
@@ -15,11 +15,11 @@ from mlx_kda.errors import UserError
 
 from .journal import Journal
 from .layout import Layout
-from .quantise import cast, finish_step, is_cast
+from .quantise import cast, finish_step
 from .reader import Reader
 from .recipe import MODES, Packing
 from .sensitivity import sensitivity
-from .steps import Progress, Step
+from .steps import Progress, Read, Step
 from .tensor_files import Spec
 
 SLICE = 1 << 24  # elements measured at a time
@@ -102,32 +102,41 @@ def measure(
     return found
 
 
-def _measure_step(layout: Layout, step: Step, free: dict[str, Spec], read: Callable):
-    for name, array in step.run(read).items():
+def _measure_step(
+    layout: Layout, step: Step, free: dict[str, Spec], read: Read
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """(path, bits -> error) of the free weights that a step makes; a stack some rows at a time."""
+    if step.pieces:
+        (name,) = step.outputs
+        made: dict[str, Iterable[mx.array]] = {name: step.pieces(read)}
+    else:
+        made = {name: [array] for name, array in step.run(read).items()}
+    for name, pieces in made.items():
         if (path := _path(name)) in free:
-            array = cast(name, array, layout.dtype) if is_cast(name, free[path]) else array
             packings = _candidates(layout, free[path])
-            yield path, {str(p.bits): error_of(array, p) for p in packings}
+            found = errors_of((cast(name, piece, layout.dtype) for piece in pieces), packings)
+            yield path, {str(p.bits): error for p, error in zip(packings, found, strict=True)}
 
 
 def _path(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def error_of(array: mx.array, packing: Packing) -> float:
-    """``|W - Q(W)|^2 / |W|^2`` of a weight, a few rows at a time."""
-    flat = array.reshape(-1, array.shape[-1])
-    rows = max(1, SLICE // flat.shape[1])
-    wrong = total = 0.0
-    how = packing.as_config()
-    for start in range(0, flat.shape[0], rows):
-        part = flat[start : start + rows]
-        back = mx.dequantize(*mx.quantize(part, **how), **how).astype(mx.float32)
-        part = part.astype(mx.float32)
-        sums = mx.stack([(part - back).square().sum(), part.square().sum()])
-        mx.eval(sums)
-        wrong, total = wrong + sums[0].item(), total + sums[1].item()
-    return wrong / total if total else 0.0
+def errors_of(pieces: Iterable[mx.array], packings: Sequence[Packing]) -> list[float]:
+    """``|W - Q(W)|^2 / |W|^2`` of a weight under each packing, a few rows at a time."""
+    wrong, total = [0.0] * len(packings), 0.0
+    for piece in pieces:
+        flat = piece.reshape(-1, piece.shape[-1])
+        rows = max(1, SLICE // flat.shape[1])
+        for start in range(0, flat.shape[0], rows):
+            part = flat[start : start + rows]
+            wide = part.astype(mx.float32)
+            total += wide.square().sum().item()
+            for place, packing in enumerate(packings):
+                how = packing.as_config()
+                back = mx.dequantize(*mx.quantize(part, **how), **how).astype(mx.float32)
+                wrong[place] += (wide - back).square().sum().item()
+    return [one / total if total else 0.0 for one in wrong]
 
 
 def _points(layout: Layout, path: str, spec: Spec, errors: dict[str, float]) -> list[Point]:

@@ -1,9 +1,10 @@
 """Which weights are stored in few bits, and how: the recipe of a conversion.
 
-Default recipe: every matrix is quantised but those that steer the gates and the convolutions:
-less than 1 % of the bytes of a large model, and their errors are multiplied along the sequence
-(docs/quality.md measures what that costs). The router has 8 affine bits, or more of them. A rule
-that the user gives for a weight goes before all that.
+Default recipe: every matrix is quantised but those that steer the gates and the convolutions. On
+the small trained model 8 bits would do for the gates (docs/quality.md); of a large model they are
+less than 1 % of the bytes, and what their errors do along a very long text nobody has measured
+there. The router has 8 affine bits, or more of them. A rule that the user gives for a weight goes
+before all that.
 """
 
 import re

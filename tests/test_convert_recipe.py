@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import re
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
@@ -13,9 +14,12 @@ from tolerances import STOCK
 
 from mlx_kda.cli.main import main
 from mlx_kda.convert import convert, plan
-from mlx_kda.convert.budget import allot, error_of
+from mlx_kda.convert.budget import allot, errors_of, measure
+from mlx_kda.convert.journal import Journal
+from mlx_kda.convert.layout import Wish, lay_out
 from mlx_kda.convert.recipe import Packing, Recipe, Rule
 from mlx_kda.convert.sensitivity import sensitivity
+from mlx_kda.convert.source import open_source
 from mlx_kda.errors import UserError
 from mlx_kda.models import load_model
 
@@ -287,8 +291,29 @@ def test_error_of_a_weight_in_slices(monkeypatch, bits):
     wide = weight.astype(mx.float32)
     truth = ((back.astype(mx.float32) - wide).square().sum() / wide.square().sum()).item()
     monkeypatch.setattr("mlx_kda.convert.budget.SLICE", 64 * 7)
-    assert error_of(weight, Packing(bits, 64)) == pytest.approx(truth, rel=1e-4)
-    assert error_of(mx.zeros((4, 64)), Packing(bits, 64)) == 0
+    pieces = [weight[:13], weight[13:14], weight[14:]]
+    found = errors_of(pieces, [Packing(bits, 64), Packing(bits, 32)])
+    assert found[0] == pytest.approx(truth, rel=1e-4) and found[1] < found[0]
+    assert errors_of([mx.zeros((4, 64))], [Packing(bits, 64)]) == [0]
+
+
+def test_a_budget_measures_stacked_experts_in_pieces(source, tmp_path):
+    """A stack used to be made whole, 1.2 GB for the 48B, which no plan had counted."""
+
+    def whole(read):
+        raise AssertionError("made whole")
+
+    found = []
+    for name in ("a", "b"):
+        layout = lay_out(open_source(source), Wish(target_bpw=7))
+        if name == "b":
+            layout.mapping.steps = [
+                replace(step, run=whole) if step.pieces else step for step in layout.mapping.steps
+            ]
+        (tmp_path / name).mkdir()
+        found.append(measure(layout, Journal(tmp_path / name), None))
+    assert found[0] == found[1]
+    assert sum("switch_mlp" in path for path in found[0]) == 9
 
 
 def test_as_config_names_what_differs():

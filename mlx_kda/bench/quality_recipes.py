@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..convert import convert
-from ..convert.budget import error_of
+from ..convert.budget import errors_of
 from ..convert.families import TENSOR_FAMILIES, tensor_family
 from ..convert.layout import Wish, lay_out
 from ..convert.recipe import CONVOLUTION, Packing
@@ -122,7 +122,7 @@ class Recipe:
         for step in layout.mapping.steps:
             if names & step.outputs.keys():
                 made = step.run(layout.view.reading(layout.source.read))
-                total += sum(error_of(made[name], packing) for name in names & made.keys())
+                total += sum(errors_of([made[n]], [packing])[0] for n in names & made.keys())
         return total
 
 

@@ -47,7 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the weights (default: the checkpoint's); gates and router bias stay float32",
     )
     recipe.add_argument(
-        "--q-bits", type=int, choices=(2, 3, 4, 5, 6, 8), metavar="N", help="quantise to N bits"
+        "--q-bits",
+        type=int,
+        choices=(2, 3, 4, 5, 6, 8),
+        metavar="N",
+        help="quantise to N bits, but for norms, convolutions and the gate path (under 1 %% of a "
+        "large model); the router gets at least 8",
     )
     recipe.add_argument(
         "--q-group-size",
@@ -74,7 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--target-bpw",
         type=parsing.number(float, 2, 16),
         metavar="X",
-        help="X stored bits a weight in all, more where the measured error is largest",
+        help="X stored bits a weight in all, spent where they do most for the predictions, the "
+        "gate path included (docs/quality.md has what that brings)",
     )
     recipe.add_argument(
         "--dequantize", action="store_true", help="unpack a source that is quantised"
