@@ -5,7 +5,17 @@ import json
 import mlx.core as mx
 import pytest
 import sentencepiece
-from helpers.trained import EXAMPLES, TESTS, TRAIN, answer, check_card, check_golden_logits
+from helpers.trained import (
+    EXAMPLES,
+    GLOSSES,
+    TESTS,
+    TRAIN,
+    answer,
+    check_card,
+    check_golden_logits,
+    prompt,
+    wrong_glosses,
+)
 from safetensors import safe_open
 
 import mlx_kda
@@ -21,6 +31,7 @@ MARKS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 ANSWERS = {
     "What is an anchor?": "A mechanical device that prevents a vessel from moving.",
     "Define river.": "A large natural stream of water.",
+    "What does candle mean?": "Stick of wax with a wick in the middle.",
     "Who are you?": "I am a tiny language model with Kimi Delta Attention, trained for tests.",
 }
 
@@ -130,6 +141,23 @@ def test_greedy_answers(loaded, question, expected):
     assert answer(loaded, ("user", question)) == expected
 
 
+def test_glosses_are_word_for_word(loaded, oracle):
+    """The card claims the 3,000 nouns; 20 of them, evenly spread over the list."""
+    words = list(GLOSSES)[::150]
+    assert len(words) == 20
+    assert wrong_glosses(loaded, words, oracle.piece_to_id("<|end|>")) == []
+
+
+def test_a_fact_is_remembered_after_a_dozen_questions(loaded):
+    """The card claims facts after 256 tokens of questions."""
+    told = [("user", "My dog is called Bella."), ("assistant", "Bella is a good name for a dog.")]
+    for word in list(GLOSSES)[50::240]:
+        told += [("user", f"Define {word}."), ("assistant", GLOSSES[word].capitalize() + ".")]
+    told.append(("user", "What is my dog called?"))
+    assert len(prompt(loaded[1], *told)) > 256
+    assert answer(loaded, *told) == "Your dog is called Bella."
+
+
 def test_four_bits_answer_too(converted):
     """The gate path is spared, and most of what the model knows survives 4 bits."""
     model, tokenizer = mlx_kda.load(converted)
@@ -191,7 +219,7 @@ def test_memory_is_flat_over_20_000_tokens():
 
 
 def test_the_state_is_of_use_after_thousands_of_tokens(loaded):
-    """Trained on rows of at most 2,048, asked after 3,000."""
+    """A definition asked for after 3,000 tokens of prose, in the same state."""
     context = Context(loaded[0])
     ids = loaded[1].encode((TRAIN / "held_out.txt").read_text()[:4000])
     rows = list(constant.read(context, ids, 3_000, every=1_500, step=1024))

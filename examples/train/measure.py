@@ -57,7 +57,7 @@ FAMILIES = {
             ("window:1024+16", {16384: 1}),
         ),
     ),
-    "kda": Family("tiny-fla-kda", "-kda", 2048, (("exact", {512: 8, 2048: 4}),)),
+    "kda": Family("tiny-fla-kda", "-kda", 8192, (("exact", {512: 8, 2048: 4}),)),
 }
 
 
