@@ -156,3 +156,16 @@ def test_a_paste_of_many_lines_is_one_message(chat, tiny_mlx, tmp_path):
     assert end(child) == 0
     first, _, second, _ = Session.load(file, *mlx_kda.load(tiny_mlx)).messages
     assert first["content"] == "one\ntwo \u6f22\nthree" and "nul" in second["content"]
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["prompt_toolkit", "plain"])
+def test_bytes_that_are_no_text_become_replacement_characters(chat, tiny_mlx, tmp_path, plain):
+    """A file in Latin-1 pasted, say; the message used to be refused in words about templates."""
+    file = tmp_path / "talk"
+    child = chat("--max-tokens", "3", "--session", str(file), plain=plain)
+    os.write(child.child_fd, b"caf\xe9 \xff\xfe!\r")
+    child.expect(STATUS)
+    assert end(child) == 0
+    first, _ = Session.load(file, *mlx_kda.load(tiny_mlx)).messages
+    said = first["content"]  # readline itself drops some such bytes
+    assert said.startswith("caf") and "\ufffd" in said and said.endswith("!")

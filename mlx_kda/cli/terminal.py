@@ -39,14 +39,14 @@ class Terminal:
                     readline.add_history(text.replace("\n", " "))
 
     def lines(self) -> Iterator[str]:
-        """Messages and commands until the end of input."""
+        """Messages and commands until the end of input, whole characters all of them."""
         if not self.interactive:
-            yield from _joined(line.rstrip("\n") for line in sys.stdin)
+            yield from _joined(_whole(line.rstrip("\n")) for line in sys.stdin)
             return
         read = self._plain if self._session is None else self._edited
         while True:
             try:
-                yield read()
+                yield _whole(read())
             except EOFError:
                 output.note("")
                 return
@@ -73,6 +73,14 @@ class Terminal:
             lines[-1] = lines[-1][:-1]
             lines.append(input(MORE))
         return "\n".join(lines)
+
+
+def _whole(line: str) -> str:
+    """The line with a replacement character for each byte that is no part of a character.
+
+    Readers of a terminal give such bytes as lone surrogates, which nothing can encode.
+    """
+    return line.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _joined(lines: Iterator[str]) -> Iterator[str]:
