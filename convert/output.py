@@ -15,7 +15,7 @@ from mlx_kda.files import new_file, write_text
 from mlx_kda.words import size
 
 from .journal import Journal
-from .report import WRITER
+from .report import WRITER, ConversionReport
 
 REPORT = "conversion.json"
 LOCK, OLD = ".lock", ".old"
@@ -44,12 +44,17 @@ def check_output(out: Path, source: Path | None, overwrite: bool) -> None:
 
 
 def read_report(folder: Path) -> dict[str, Any] | None:
-    """The report of the conversion that wrote a folder, None if none did."""
+    """The report of the conversion that wrote a folder; None if there is none, or a damaged one."""
     try:
         report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
-        return report if report["written_by"] == WRITER else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        ConversionReport.from_dict(report | {"out": ""})  # every fact is there
+        files = report["files"].values()
+        right = report["written_by"] == WRITER and isinstance(report["tensors_out"], int)
+        if right and all(isinstance(f["bytes"], int) and f["sha256"] for f in files):
+            return report
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    return None
 
 
 def named(out: str | Path) -> Path:

@@ -13,6 +13,7 @@ from .builder import FLOATS, listed
 from .checks import Verification
 from .journal import file_hash
 from .layout import Layout
+from .output import REPORT
 from .quantise import is_cast, is_finite
 from .reader import Reader
 from .sample import TEXT, has_tokenizer
@@ -28,7 +29,9 @@ def check_files(
 ) -> None:
     """The checksums that the conversion wrote down."""
     if report is None:
-        result.add("checksums", "no conversion.json: not checked", "-", True)
+        damaged = (folder / REPORT).exists()
+        found = f"{REPORT} is damaged" if damaged else f"no {REPORT}: not checked"
+        result.add("checksums", found, f"as in {REPORT}" if damaged else "-", not damaged)
         return
     files = report.get("files") or {}
     total, done, wrong = sum(facts["bytes"] for facts in files.values()), 0, []

@@ -115,6 +115,28 @@ def test_a_flipped_bit_fails_the_checksum(bad):
     assert victim.name in failed(verify(bad))["checksums"]
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda report: "{",
+        lambda report: json.dumps([1]),
+        lambda report: json.dumps(report | {"files": [1]}),
+        lambda report: json.dumps(report | {"files": {"x": 1}}),
+        lambda report: json.dumps({k: v for k, v in report.items() if k != "tensors_out"}),
+    ],
+    ids=["cut short", "a list", "files are a list", "a file is a number", "a fact is missing"],
+)
+def test_a_damaged_report_is_found(bad, source, damage, capsys):
+    """It passed as none at all, or ended in a TypeError."""
+    report = json.loads((bad / "conversion.json").read_text())
+    (bad / "conversion.json").write_text(damage(report))
+    assert failed(verify(bad)) == {"checksums": "conversion.json is damaged"}
+    for flag in ("--resume", "--overwrite"):  # nobody's output is replaced
+        assert main(["convert", str(source), str(bad), flag]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    assert (bad / "config.json").is_file()
+
+
 def test_a_missing_or_truncated_file_is_found(bad):
     victim = sorted(bad.glob("model-*"))[1]
     victim.write_bytes(victim.read_bytes()[:-9])
