@@ -6,10 +6,10 @@
     python tests/cuda_check.py findings LOG ... what compute-sanitizer said, by whose kernel
     python tests/cuda_check.py time             T = 2048 to 32768, beside mlx-lm's vector kernel
 
-I N is every N-th call from the I-th on: N processes share the compiling. initcheck has to see every
-kernel (memory that MLX's kernels wrote would count as unwritten, were they left out), and reports
-MLX's own too; `findings` tells them apart. The other tools may be given --kernel-regex
-kns=custom_kernel. Needs MLX's CUDA build. Prints one JSON line a result; not collected by pytest.
+I N is every N-th call from the I-th on: N processes share the compiling. `check` and `time` need
+MLX's CUDA build; `sanitize` and `plant` launch the same text outside MLX's memory pools and graphs,
+which compute-sanitizer does not see into; they need cupy and nvcc. Run them once without the tool,
+so that it does not watch the compiler. Prints one JSON line a result; not collected by pytest.
 """
 
 import json
@@ -27,7 +27,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from helpers import layer64, on_cuda, oracle  # noqa: E402
+from helpers import layer64, on_cuda, oracle, plain_cuda  # noqa: E402
 from helpers.kernels import OPS, as_dtype, f32, law, memory, numpy, rounded, run, step  # noqa: E402
 
 from mlx_kda.kernels.epilogue import kda_epilogue  # noqa: E402
@@ -229,6 +229,7 @@ def one_layer(T, Dk, Dv, dtype, bound, B=2) -> bool:
 
 def sanitize(part: int = 0, parts: int = 1) -> bool:
     """Small ragged calls of every kernel: odd sizes, tails, Hv > H, both operand types."""
+    plain_cuda.use()
     sizes = ((32, 64), (96, 32), (128, 64))
     calls = [partial(one_prefill, mode, Dk, Dv) for Dk, Dv in sizes for mode in MODES]
     calls += [partial(one_layer, 3, 64, 32, "float32", None)]
@@ -239,6 +240,7 @@ def sanitize(part: int = 0, parts: int = 1) -> bool:
 
 
 def plant(tool: str) -> bool:
+    plain_cuda.use()
     on_cuda.plant(tool)
     return True
 

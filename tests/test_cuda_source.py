@@ -11,7 +11,7 @@ from pathlib import Path
 import cuda_check
 import mlx.core as mx
 import pytest
-from helpers import on_cuda
+from helpers import on_cuda, plain_cuda
 
 from mlx_kda.bench.shipped import mlx_lm_call, mlx_lm_gated_delta
 from mlx_kda.errors import UserError
@@ -19,7 +19,6 @@ from mlx_kda.kernels import metal_kernel
 from mlx_kda.kernels.chunk import kda_chunk
 from mlx_kda.kernels.cuda.header import build, device_functions
 from mlx_kda.kernels.sources import kernel
-from mlx_kda.kernels.text import TYPE_NAMES
 
 HEADER = """
 template <typename T>
@@ -158,20 +157,6 @@ def test_what_the_gpu_is_asked_about_lanes_holds_in_the_emulator(group):
 
 # ---- compiled by NVRTC, from NVIDIA's wheels if they are installed ----
 
-# What of MLX's own device header a kernel may use, without the rest of its files.
-MLX_UTILS = b"""
-#pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda/std/array>
-#include <cuda/std/cstdint>
-namespace mlx::core::cu {
-using Shape = cuda::std::array<int32_t, 10>;
-using Strides = cuda::std::array<int64_t, 10>;
-}
-"""
-CUDA_NAMES = {"float16_t": "__half", "bfloat16_t": "__nv_bfloat16"}
-
 
 @cache
 def toolkit():
@@ -194,36 +179,8 @@ needs_nvrtc = pytest.mark.skipif(
 def compile_cuda(kernel, inputs, dtypes, template):
     """The compiler's messages on errors, else an empty string."""
     library, includes = toolkit()
-    header, source, input_names, output_names = build(kernel, inputs, dtypes, template)
-    parameters = []
-    for name, array in zip(input_names, inputs, strict=True):
-        kind = TYPE_NAMES[array.dtype]
-        parameters.append(f"const {CUDA_NAMES.get(kind, kind)}* {name}")
-        if f"{name}_shape" in source:
-            parameters.append(f"const __grid_constant__ Shape {name}_shape")
-    for name, dtype in zip(output_names, dtypes, strict=True):
-        kind = TYPE_NAMES[dtype]
-        parameters.append(f"{CUDA_NAMES.get(kind, kind)}* {name}")
-    text = (
-        '#include "mlx/backend/cuda/device/utils.cuh"\n#include <cooperative_groups.h>\n'
-        "#define inf cuda::std::numeric_limits<float>::infinity()\n"
-        f"{header}namespace mlx::core::cu {{\n"
-        f"__global__ void run({', '.join(parameters)}) {{\n{source}\n}}\n}}\n"
-    )
-    program = ctypes.c_void_p()
-    headers = (ctypes.c_char_p * 1)(MLX_UTILS)
-    names = (ctypes.c_char_p * 1)(b"mlx/backend/cuda/device/utils.cuh")
-    library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"k.cu", 1, headers, names)
-    options = [b"--gpu-architecture=sm_90", *(f"--include-path={p}".encode() for p in includes)]
-    failed = library.nvrtcCompileProgram(
-        program, len(options), (ctypes.c_char_p * len(options))(*options)
-    )
-    size = ctypes.c_size_t()
-    library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-    log = ctypes.create_string_buffer(size.value + 1)
-    library.nvrtcGetProgramLog(program, log)
-    library.nvrtcDestroyProgram(ctypes.byref(program))
-    return log.value.decode() if failed else ""
+    source = plain_cuda.text(kernel, inputs, dtypes, template)
+    return plain_cuda.nvrtc_errors(library, source, includes)
 
 
 @needs_nvrtc
