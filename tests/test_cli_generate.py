@@ -3,8 +3,10 @@
 import io
 import json
 import signal
+from pathlib import Path
 
 import pytest
+from helpers.hub import serving
 from helpers.program import run
 
 from mlx_kda.cli import output
@@ -310,3 +312,46 @@ def test_what_cannot_fit_is_refused_with_numbers(generate, monkeypatch):
     for words in ("tokens under exact take", "weights 1", "this machine has 10 MB", "--force"):
         assert words in err
     assert generate("--prompt", "hi", "--max-tokens", "3", "--force")[0] == 0
+
+
+FLA = str(Path(__file__).parent.parent / "examples" / "tiny-fla-kda")
+NOTHING = "changes nothing here: this model has KDA layers only"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["plan", FLA, "--context", "64", "--policy", "{}"],
+        ["info", FLA, "--context", "64", "--policy", "{}"],
+        ["generate", FLA, "--prompt", "hi", "--max-tokens", "0", "--policy", "{}"],
+        ["chat", FLA, "--policy", "{}"],
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_a_policy_on_a_pure_kda_model_is_said_to_change_nothing(argv, capsys, monkeypatch):
+    """It used to be accepted without a word: there are no latents to round or to forget."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    for policy, told in (("int8", 1), ("window:8+2", 1), ("exact", 0)):
+        assert main([word.format(policy) for word in argv]) == 0
+        assert capsys.readouterr().err.count(NOTHING) == told
+
+
+def test_a_hub_id_is_planned_by_its_headers_and_then_run(tiny_hf, tmp_path, monkeypatch, capsys):
+    """The help says folder or hub id; it used to end with "no such folder"."""
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    with serving() as hub:
+        hub.folders["owner/model"] = tiny_hf
+        client = huggingface_hub.HfApi(endpoint=hub.endpoint, token="hf_nothing")
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        monkeypatch.setattr("mlx_kda.convert.hub.api", lambda: client)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        assert main(["plan", "owner/model", "--context", "64", "--json"]) == 0
+        planned = json.loads(capsys.readouterr().out)
+        assert not any((tmp_path / "cache").rglob("*.safetensors"))
+        flags = ["--prompt", "hi", "--max-tokens", "3", "--json"]
+        assert main(["generate", "owner/model", *flags]) == 0
+        there = json.loads(capsys.readouterr().out)
+    assert main(["generate", str(tiny_hf), *flags]) == 0
+    assert there["tokens"] == json.loads(capsys.readouterr().out)["tokens"]
+    assert main(["plan", str(tiny_hf), "--context", "64", "--json"]) == 0
+    assert planned["policies"] == json.loads(capsys.readouterr().out)["policies"]

@@ -1,6 +1,7 @@
 """A command's model, tokenizer and session, and whether what is asked of them can fit."""
 
 import argparse
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from mlx_kda.cli import checks
@@ -22,15 +23,22 @@ def locate(path: str) -> str:
     return folder
 
 
-def running(folder: str) -> tuple[Any, int, str]:
-    """Config, bytes of weights, and the dtype it computes in, of a checkpoint that can run."""
-    from mlx_kda.convert import inspect
+def running(path: str) -> tuple[Any, int, str]:
+    """Config, bytes of weights, and the dtype it computes in, of a checkpoint that can run.
+
+    Of a hub id the small files and the headers are fetched, no weights.
+    """
+    from mlx_kda.convert.families import map_checkpoint
+    from mlx_kda.convert.source import open_source
     from mlx_kda.plan import activation_dtype
 
-    found = inspect(folder)
-    if found.problem is not None:
-        raise UserError(found.problem)
-    return checks.checkpoint(folder), found.nbytes, activation_dtype(found.dtypes)
+    source = open_source(path, download=False)
+    config, _ = map_checkpoint(source.config, source.tensors)
+    sizes: Counter[str] = Counter()
+    for stored in source.tensors.values():
+        sizes[str(stored.dtype).removeprefix("mlx.core.")] += stored.nbytes
+    dtypes = [name for name, _ in sizes.most_common()]
+    return config, source.nbytes, activation_dtype(dtypes)
 
 
 def note_policy(config: Any, policy: "Policy | None") -> None:

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.prefill_step is None:
         args.prefill_step = prefill_step()
-    config, weights, dtype = loading.running(loading.locate(args.model))
+    config, weights, dtype = loading.running(args.model)
     loading.check_context(config, args.context)
     for policy in args.policy or ():
         loading.note_policy(config, policy)
