@@ -87,7 +87,7 @@ def parse_config(raw: dict[str, Any]) -> HybridConfig:
                 "mlx-kda convert SRC OUT"
             )
         raise CheckpointError(
-            f"the source is quantised ({method}); convert the unquantised checkpoint instead"
+            f"the source is quantised ({method}): convert the unquantised checkpoint instead"
         )
     try:
         return read_config(raw)

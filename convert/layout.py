@@ -42,7 +42,7 @@ class Wish:
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPE_WORDS:
             raise UserError(
-                f"--dtype {self.dtype} is not known; choose float32, float16 or bfloat16"
+                f"--dtype {self.dtype} is not known: choose float32, float16 or bfloat16"
             )
         self.recipe()
 
@@ -168,7 +168,7 @@ def lay_out(source: Source, wish: Wish) -> Layout:
     recipe = wish.recipe()
     if recipe and mapping.packed:
         raise UserError(
-            f"{source.name} is quantised already; add --dequantize to round its weights a second "
+            f"{source.name} is quantised already: add --dequantize to round its weights a second "
             "time, or convert the unquantised checkpoint"
         )
     dtype = DTYPE_WORDS[wish.dtype] if wish.dtype else common_dtype(mapping)

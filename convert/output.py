@@ -29,18 +29,18 @@ def check_output(out: Path, source: Path | None, overwrite: bool) -> None:
     if source is not None:
         place, origin = out.resolve(), source.resolve()
         if place == origin:
-            raise UserError(f"the output {out} is the source folder; choose another place")
+            raise UserError(f"the output {out} is the source folder: choose another place")
         if origin in place.parents:
-            raise UserError(f"the output {out} lies in the source folder; choose another place")
+            raise UserError(f"the output {out} lies in the source folder: choose another place")
         if place in origin.parents:
-            raise UserError(f"the output {out} holds the source folder; choose another place")
+            raise UserError(f"the output {out} holds the source folder: choose another place")
     if out.is_dir() and any(out.iterdir()):
         if not overwrite:
-            raise UserError(f"{out} exists and is not empty; choose another, or pass --overwrite")
+            raise UserError(f"{out} exists and is not empty: choose another, or pass --overwrite")
         if read_report(out) is None:
             raise UserError(f"{out} was not written by mlx-kda and is not overwritten")
     elif out.exists() and not out.is_dir():
-        raise UserError(f"{out} is a file; name a folder for the output")
+        raise UserError(f"{out} is a file: name a folder for the output")
 
 
 def read_report(folder: Path) -> dict[str, Any] | None:
@@ -136,7 +136,7 @@ def _take_up(journal: Journal, identity: dict[str, Any], resume: bool, overwrite
     if journal.is_begun and (resume or not overwrite):
         if not resume:
             raise UserError(
-                f"{journal.folder} holds an unfinished conversion; pass --resume to go on with it, "
+                f"{journal.folder} holds an unfinished conversion: pass --resume to go on with it, "
                 "or --overwrite to begin anew"
             )
         journal.check(identity)
@@ -161,9 +161,9 @@ def _locked(partial: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"another conversion is writing {partial}; wait for it") from None
+            raise UserError(f"another conversion is writing {partial}: wait for it") from None
         if not lock.exists() or lock.stat().st_ino != os.fstat(handle.fileno()).st_ino:
-            raise UserError(f"another conversion has just finished {partial}; look at its output")
+            raise UserError(f"another conversion has just finished {partial}: look at its output")
         yield
 
 

@@ -133,5 +133,6 @@ def check_finite(name: str, array: mx.array, result: mx.array) -> None:
     if is_finite(result):
         return
     if is_finite(array):
-        raise UserError(f"{name} holds values beyond the range of {result.dtype}; use bfloat16")
+        kind = str(result.dtype).removeprefix("mlx.core.")
+        raise UserError(f"{name} holds values beyond the range of {kind}: use bfloat16")
     raise UserError(f"{name} holds NaN or infinite values in the source")

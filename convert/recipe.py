@@ -48,15 +48,15 @@ class Packing:
         Raises UserError, naming what was `asked` for, where the mode does not have them.
         """
         if mode not in MODES:
-            raise UserError(f"{asked} {mode} is not known; choose from {', '.join(MODES)}")
+            raise UserError(f"{asked} {mode} is not known: choose from {', '.join(MODES)}")
         all_bits, default_bits, all_groups, default_group = MODES[mode]
         bits = default_bits if bits is None else bits
         group_size = default_group if group_size is None else group_size
         if bits not in all_bits:
-            raise UserError(f"{asked} {mode} has no {bits} bits; choose {_one_of(all_bits)}")
+            raise UserError(f"{asked} {mode} has no {bits} bits: choose {_one_of(all_bits)}")
         if group_size not in all_groups:
             raise UserError(
-                f"{asked} {mode} has no group size {group_size}; choose {_one_of(all_groups)}"
+                f"{asked} {mode} has no group size {group_size}: choose {_one_of(all_groups)}"
             )
         return cls(bits, group_size, mode)
 

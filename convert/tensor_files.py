@@ -161,7 +161,7 @@ def read_bytes(stored: Stored) -> np.ndarray:
             while done < stored.nbytes:
                 count = file.readinto(view[done:])
                 if not count:
-                    raise CheckpointError(f"{stored.file.name} is truncated; download it again")
+                    raise CheckpointError(f"{stored.file.name} is truncated: download it again")
                 done += count
     except OSError as error:
         raise CheckpointError(f"{stored.file.name} cannot be read: {error.strerror}") from error
