@@ -239,8 +239,8 @@ def _quality_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recipes",
         metavar="R,R",
-        help="source, q8 ... q2, mxfp4, nvfp4; with +gates or +gates8 the gate path too, with =size "
-        "in as many bytes by --target-bpw, with @FAMILY that family of weights alone",
+        help="source, q8 ... q2, mxfp4, nvfp4; with +gates or +gates8 the gate path too, with "
+        "=size in as many bytes by --target-bpw, with @FAMILY that family of weights alone",
     )
 
 
