@@ -12,7 +12,17 @@ from dataclasses import dataclass
 
 import numpy as np
 from english import article, sentence
-from tasks import Corpus, digits, facts_turns, haystack, pairs_turns, pass_key_prompt
+from tasks import (
+    Corpus,
+    Turn,
+    digits,
+    facts,
+    facts_turns,
+    gloss_turn,
+    haystack,
+    pairs_turns,
+    pass_key_prompt,
+)
 
 SEED = 2026
 
@@ -65,6 +75,35 @@ def turn_cases(corpus: Corpus, kind: str, count: int, tokens: int) -> list[Case]
         turns = make(corpus, rng, tokens)
         messages = [m for t in turns[:-1] for m in (("user", t.user), ("assistant", t.answer))]
         cases.append(case(corpus, [*messages, ("user", turns[-1].user)], turns[-1].answer))
+    return cases
+
+
+def between(corpus: Corpus, rng: random.Random, kind: str, tokens: int) -> list[Turn]:
+    """About `tokens` tokens of other talk: questions for words, or one message of sentences."""
+    if kind == "sentences":
+        return [Turn(" ".join(haystack(corpus, rng, tokens)), "Thank you.")]
+    turns: list[Turn] = []
+    length = 0
+    while length < tokens:
+        turns.append(gloss_turn(corpus, rng))
+        messages = [("user", turns[-1].user), ("assistant", turns[-1].answer)]
+        length += len(corpus.tokenizer.prompt(messages))
+    return turns
+
+
+def fact_cases(corpus: Corpus, kind: str, tokens: int, count: int) -> list[Case]:
+    """A fact told first in a conversation, asked for after about `tokens` tokens of other talk.
+
+    The four facts take turns: a name, a colour, a dog's name, a word.
+    """
+    cases = []
+    for number in range(count):
+        rng = random.Random(f"{SEED}-fact-{kind}-{tokens}-{number}")
+        told = facts(corpus, rng)
+        tells, asks = told[number % len(told)]
+        turns = [tells, *between(corpus, rng, kind, tokens)]
+        messages = [m for t in turns for m in (("user", t.user), ("assistant", t.answer))]
+        cases.append(case(corpus, [*messages, ("user", asks.user)], asks.answer))
     return cases
 
 

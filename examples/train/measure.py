@@ -15,17 +15,21 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from checks import Case, gloss_cases, pass_key_cases, per_byte, turn_cases
+from checks import Case, fact_cases, gloss_cases, pass_key_cases, per_byte, turn_cases
 from tasks import Corpus
 
 HERE = Path(__file__).resolve().parent
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+
+
+# What may stand between a fact and the question for it, and its name in the card.
+BETWEEN = {"questions": "questions for words and their answers", "sentences": "one long message"}
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class Family:
     trained: int  # longest row of training
     # (policy, {prompt length: cases}); the cheapest first.
     pass_keys: tuple[tuple[str, dict[int, int]], ...]
+    # {tokens between telling a fact and asking for it: cases}, for each kind in BETWEEN.
+    facts: dict[int, int] = field(default_factory=dict)
 
     def record(self, name: str) -> Path:
         """The file of a record: "results" or "device"."""
@@ -57,7 +63,13 @@ FAMILIES = {
             ("window:1024+16", {16384: 1}),
         ),
     ),
-    "kda": Family("tiny-fla-kda", "-kda", 8192, (("exact", {512: 8, 2048: 4}),)),
+    "kda": Family(
+        "tiny-fla-kda",
+        "-kda",
+        8192,
+        (("exact", {512: 8, 2048: 4}),),
+        {256: 20, 512: 20, 1024: 20, 2048: 20, 4096: 12, 16384: 4},
+    ),
 }
 
 
@@ -72,6 +84,10 @@ def plan(corpus: Corpus, family: Family) -> Iterator[tuple[str, str, Case]]:
         for length, count in lengths.items():
             for case in pass_key_cases(corpus, length, count):
                 yield f"pass key {length}", policy, case
+    for tokens, count in family.facts.items():
+        for kind in BETWEEN:
+            for case in fact_cases(corpus, kind, tokens, count):
+                yield f"fact after {tokens} of {kind}", "exact", case
 
 
 def answers(model: Any, case: Case, policy: str) -> bool:
@@ -156,6 +172,13 @@ def tables(results: dict, device: dict, family: Family = FAMILIES["kimi"]) -> st
         row = [f"{length:,}", f"{share:.0%} of {device['counts']['pass_key'][str(length)]}"]
         row += [cell(f"pass key {length}", policy) for policy in policies]
         lines.append("| " + " | ".join(row) + " |")
+    if family.facts:
+        lines += ["", "A fact told first and asked for after tokens of other talk (CPU):", ""]
+        lines.append("| tokens between | " + " | ".join(BETWEEN.values()) + " |")
+        lines.append("|---|" + "---|" * len(BETWEEN))
+        for tokens in family.facts:
+            row = [f"{tokens:,}", *(cell(f"fact after {tokens} of {kind}") for kind in BETWEEN)]
+            lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines)
 
 

@@ -189,35 +189,37 @@ def pairs_turns(corpus: Corpus, rng: random.Random, tokens: int) -> list[Turn]:
     return turns + [Turn(f"{k}?", f"{k}: {pairs[k]}") for k in asked]
 
 
-def facts_turns(corpus: Corpus, rng: random.Random, tokens: int) -> list[Turn]:
-    """Things the user says of himself, asked for later in the conversation."""
+def facts(corpus: Corpus, rng: random.Random) -> list[tuple[Turn, Turn]]:
+    """One fact of each kind: the turn that tells it, and the turn that asks for it."""
     name, colour, pet = rng.choice(NAMES), rng.choice(COLOURS), rng.choice(NAMES)
     word = rng.choice(corpus.words)
-    told = [
-        (f"My name is {name}.", f"Hello, {name}.", "What is my name?", f"Your name is {name}."),
+    return [
         (
-            f"My favourite colour is {colour}.",
-            f"I will remember that you like {colour}.",
-            "What is my favourite colour?",
-            f"Your favourite colour is {colour}.",
+            Turn(f"My name is {name}.", f"Hello, {name}."),
+            Turn("What is my name?", f"Your name is {name}."),
         ),
         (
-            f"My dog is called {pet}.",
-            f"{pet} is a good name for a dog.",
-            "What is my dog called?",
-            f"Your dog is called {pet}.",
+            Turn(f"My favourite colour is {colour}.", f"I will remember that you like {colour}."),
+            Turn("What is my favourite colour?", f"Your favourite colour is {colour}."),
         ),
         (
-            f"The secret word is {word}.",
-            "I will remember it.",
-            "What is the secret word?",
-            f"The secret word is {word}.",
+            Turn(f"My dog is called {pet}.", f"{pet} is a good name for a dog."),
+            Turn("What is my dog called?", f"Your dog is called {pet}."),
+        ),
+        (
+            Turn(f"The secret word is {word}.", "I will remember it."),
+            Turn("What is the secret word?", f"The secret word is {word}."),
         ),
     ]
+
+
+def facts_turns(corpus: Corpus, rng: random.Random, tokens: int) -> list[Turn]:
+    """Things the user says of himself, asked for later in the conversation."""
+    told = facts(corpus, rng)
     told = rng.sample(told, rng.randint(1, len(told)))
-    turns = [Turn(t[0], t[1]) for t in told]
+    turns = [tells for tells, _ in told]
     turns += [gloss_turn(corpus, rng) for _ in range(rng.randint(0, max(1, tokens // 60)))]
-    return turns + [Turn(t[2], t[3]) for t in rng.sample(told, len(told))]
+    return turns + [asks for _, asks in rng.sample(told, len(told))]
 
 
 def conversation(corpus: Corpus, rng: random.Random, length: int) -> list[Turn]:
