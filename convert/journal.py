@@ -1,7 +1,8 @@
 """What an unfinished conversion has behind it, written down beside its files so that it can go on.
 
 .resume.json             what is converted, from what, by which recipe
-.NAME.done.json          for each finished weight file: bytes, SHA-256, digests of its sources
+.NAME.done.json          for each finished weight file: bytes, SHA-256, a hash of what it was to
+                         hold, digests of its sources
 .measured.jsonl          errors measured for a byte budget, a line a weight
 """
 
@@ -48,18 +49,20 @@ class Journal:
                     "that command, or pass --overwrite to begin anew"
                 )
 
-    def take(self, names: list[str], checked: Callable[[str], None]) -> list[str]:
+    def take(self, wanted: dict[str, str], checked: Callable[[str], None]) -> list[str]:
         """Take over the finished files whose checksum is right; the names of those that are not.
 
-        `checked` hears each name before the file is read.
+        `wanted` has a hash of what each file is to hold, and `checked` hears each name before the
+        file is read.
         """
         damaged = []
-        for name in names:
+        for name, holds in wanted.items():
             record = self._read(_done(name))
             if record is None:
                 continue
             checked(name)
-            if file_hash(self.folder / name) == record.get("sha256"):
+            whole = file_hash(self.folder / name) == record.get("sha256")
+            if whole and record.get("holds") == holds:
                 self.files[name] = record
             else:
                 damaged.append(name)

@@ -30,7 +30,7 @@ from .output import (
 )
 from .quantise import Finished
 from .report import ConversionReport, starred
-from .shards import SHARD_BYTES, into_shards, outputs_of, write_weights
+from .shards import SHARD_BYTES, holds, into_shards, outputs_of, write_weights
 from .source import INDEX, open_source
 from .steps import Progress
 from .written_config import written_config
@@ -101,7 +101,8 @@ def convert(
         if layout.recipe and layout.recipe.target_bpw is not None:
             spend(layout, journal, progress)
         shards = into_shards(layout.steps, shard_bytes)
-        take_up(journal, list(shards), say if resume else lambda line: None)
+        wanted = {name: holds(steps) for name, steps in shards.items()}
+        take_up(journal, wanted, say if resume else lambda line: None)
         report = begin_report(layout, out, identity)
         write_companions(layout, companions, journal.folder, report)
         write_weights(layout, shards, journal, progress)
@@ -124,14 +125,15 @@ def finished_before(out: Path, identity: dict[str, Any]) -> ConversionReport | N
     return ConversionReport.from_dict(content | {"out": str(out)})
 
 
-def take_up(journal: Journal, names: list[str], say: Callable[[str], None]) -> None:
+def take_up(journal: Journal, wanted: dict[str, str], say: Callable[[str], None]) -> None:
     """Take over what an unfinished conversion has finished, checked by its checksums."""
     if not journal.is_begun:
         return say("there is no unfinished conversion: beginning with the first file")
-    damaged = journal.take(names, lambda name: say(f"checking {name}"))
+    damaged = journal.take(wanted, lambda name: say(f"checking {name}"))
     for name in damaged:
         say(f"{name} is damaged and is written again")
-    say(f"going on with an unfinished conversion: {len(journal.files)} of {len(names)} files done")
+    done = f"{len(journal.files)} of {len(wanted)} files done"
+    say(f"going on with an unfinished conversion: {done}")
     return journal.clear(keep={LOCK})
 
 

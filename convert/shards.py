@@ -1,5 +1,6 @@
 """The weight files of an output: which tensors go into which, and how they are written."""
 
+import hashlib
 from collections.abc import Iterator
 
 import mlx.core as mx
@@ -53,9 +54,16 @@ def write_weights(
                 {
                     "bytes": size,
                     "sha256": digest,
+                    "holds": holds(steps),
                     "sources": {key: reader.digests[key] for key in sources},
                 },
             )
+
+
+def holds(steps: list[Finished]) -> str:
+    """A hash of the names, shapes and dtypes that a file of some steps holds."""
+    lines = (f"{name} {spec.shape} {spec.dtype}\n" for name, spec in outputs_of(steps).items())
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def outputs_of(steps: list[Finished]) -> dict[str, Spec]:

@@ -193,6 +193,19 @@ def test_a_byte_budget_is_measured_once(source, tmp_path, monkeypatch):
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
+def test_files_of_another_choice_are_written_again(source, tmp_path, monkeypatch):
+    """Bits that a budget chose otherwise, by other code: the finished files do not fit the rest."""
+    import mlx_kda.convert.budget as budget
+
+    wish = {"target_bpw": 6.5, "q_bits": None, "q_group_size": None}
+    convert(source, tmp_path / "whole", **(WISH | wish))
+    with monkeypatch.context() as patch:
+        patch.setattr(budget, "sensitivity", lambda path, tied: float("lm_head" in path))
+        break_off(patch, source, tmp_path / "out", 60, **wish)
+    convert(source, tmp_path / "out", **(WISH | wish), resume=True)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
 # --- other processes
 
 COMMAND = [sys.executable, "-m", "mlx_kda.cli.main", "convert"]
