@@ -7,8 +7,10 @@ import pytest
 from helpers.tiny import tiny_model
 
 from mlx_kda import doctor
+from mlx_kda.cli.doctor import RUNNERS
 from mlx_kda.cli.main import main
 from mlx_kda.kernels import layer as kernels
+from mlx_kda.kernels import runner
 from mlx_kda.layers import KimiDeltaAttention, moe
 
 
@@ -156,8 +158,11 @@ def test_the_command(capsys):
     assert main(["doctor", "--runner", "emulator-fast", "--heads", "1", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["runner"] == "emulator-fast" and len(report["checks"]) == 5
-    assert main(["doctor", "--runner", "abacus"]) == 2
-    assert "unknown runner 'abacus'" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["doctor", "--runner", "abacus"])
+    assert "'abacus' (choose from 'auto', 'metal'" in capsys.readouterr().err
+    # "ops" is for models only, and counting is no check
+    assert {*RUNNERS, "emulator-count"} == {*runner.RUNNERS, "ops"}
 
 
 def test_the_command_checks_the_kernels_of_a_folder(tiny_mlx, capsys):
