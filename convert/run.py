@@ -131,7 +131,7 @@ def take_up(journal: Journal, wanted: dict[str, str], say: Callable[[str], None]
         return say("there is no unfinished conversion: beginning with the first file")
     damaged = journal.take(wanted, lambda name: say(f"checking {name}"))
     for name in damaged:
-        say(f"{name} is damaged and is written again")
+        say(f"{name} is damaged or of another choice, and is written again")
     done = f"{len(journal.files)} of {len(wanted)} files done"
     say(f"going on with an unfinished conversion: {done}")
     return journal.clear(keep={LOCK})

@@ -1,6 +1,7 @@
 """Conversions that were killed, failed or begun twice: they go on, and the files are the same."""
 
 import fcntl
+import json
 import signal
 import subprocess
 import sys
@@ -193,17 +194,17 @@ def test_a_byte_budget_is_measured_once(source, tmp_path, monkeypatch):
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
-def test_files_of_another_choice_are_written_again(source, tmp_path, monkeypatch):
-    """Bits that a budget chose otherwise, by other code: the finished files do not fit the rest."""
-    import mlx_kda.convert.budget as budget
-
-    wish = {"target_bpw": 6.5, "q_bits": None, "q_group_size": None}
-    convert(source, tmp_path / "whole", **(WISH | wish))
-    with monkeypatch.context() as patch:
-        patch.setattr(budget, "sensitivity", lambda path, tied: float("lm_head" in path))
-        break_off(patch, source, tmp_path / "out", 60, **wish)
-    convert(source, tmp_path / "out", **(WISH | wish), resume=True)
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
+def test_files_of_another_choice_are_written_again(source, whole, tmp_path, monkeypatch):
+    """A budget spent by other code: a finished file is whole, and does not fit the rest."""
+    left = break_off(monkeypatch, source, tmp_path / "out", 60)
+    record = tmp_path / "out.partial" / f".{left[1]}.done.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"holds": "other tensors"}))
+    written, said = watch_writes(monkeypatch), []
+    convert(source, tmp_path / "out", **WISH, resume=True, say=said.append)
+    assert any("of another choice" in line and left[1] in line for line in said)
+    assert any(left[1] in name for name in written)
+    assert not any(left[0] in name for name in written)
+    assert files(tmp_path / "out") == whole
 
 
 # --- other processes
