@@ -150,7 +150,7 @@ class Session:
             self.tokenizer,
             wanted[kept:],
             context=context,
-            prefill_step=prefill_step or self.prefill_step,
+            prefill_step=self.prefill_step if prefill_step is None else prefill_step,
             progress=progress,
             stops=stops,
             every=self.checkpoint_every,

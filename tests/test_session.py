@@ -362,6 +362,21 @@ def test_messages_that_are_none_are_refused(tiny_model, messages):
             session.send(messages)
 
 
+def test_half_a_surrogate_pair_is_told_by_its_name(tiny_model):
+    """It used to be told as a fault of the chat template."""
+    session = Session(*tiny_model)
+    with pytest.raises(UserError, match="half a surrogate pair"):
+        session.send("a\ud800b", max_tokens=1)
+    assert session.messages == []
+
+
+def test_a_prefill_step_of_0_is_refused(tiny_model):
+    """It used to mean the default in a conversation, and a mistake elsewhere."""
+    session = Session(*tiny_model)
+    with pytest.raises(UserError, match="at least 1 token"):
+        list(session.send("hi", max_tokens=1, prefill_step=0))
+
+
 def test_regenerate_needs_a_message(tiny_model):
     with pytest.raises(UserError, match="no message to answer"):
         Session(*tiny_model).regenerate()

@@ -57,7 +57,7 @@ def save(path: str | Path, context: Any, session: dict[str, Any]) -> None:
             write_file(temporary, specs, arrays.items(), metadata=metadata)
         _sync_folder(path.parent)
     except OSError as error:
-        before = "; the file of before is untouched" if path.exists() else ""
+        before = "; the file of before is untouched" if path.is_file() else ""
         raise UserError(f"cannot save {path}: {error.strerror}{before}") from error
 
 
