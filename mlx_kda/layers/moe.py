@@ -25,7 +25,7 @@ class Experts(SwitchGLU):
     """
 
     def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **kwargs, activation=_SwiGLU())
         self._bundle: Bundle | None = None
 
     def merge(self, on: bool = True) -> None:
@@ -63,6 +63,13 @@ class Experts(SwitchGLU):
         hidden = swiglu(*merged.in_order(rows, experts))
         y = self.down_proj(hidden, experts, sorted_indices=True)
         return y[mx.argsort(order)].reshape(*chosen.shape, -1)
+
+
+class _SwiGLU(nn.Module):
+    """What mlx-lm's experts call between their maps."""
+
+    def __call__(self, x: mx.array, gate: mx.array) -> mx.array:
+        return swiglu(gate, x)
 
 
 @lru_cache(maxsize=256)
