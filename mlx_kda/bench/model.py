@@ -37,7 +37,7 @@ def run(
     models = _models(folder)
     vocab = models["ours"].args.vocab_size
     for context in contexts:
-        prompt = mx.array(np.random.default_rng(0).integers(0, vocab, (1, context)))
+        prompt = mx.array(np.random.default_rng(0).integers(0, vocab, (1, context), dtype=np.int32))
         mx.eval(prompt)
         for phase, chain, tokens in (("prefill", _prefills, context), ("decode", _decodes, 1)):
             chains = {name: chain(model, prompt) for name, model in models.items()}

@@ -215,7 +215,7 @@ def run(
         then the sum, the step as it runs, and their difference.
     """
     size = models[""].args.vocab_size
-    prompt = mx.array(np.random.default_rng(0).integers(0, size, (1, tokens)))
+    prompt = mx.array(np.random.default_rng(0).integers(0, size, (1, tokens), dtype=np.int32))
     steps = {name: _Steps(model, prompt) for name, model in models.items()}
     for phase, count in (("prefill", 1), ("decode", decode)):
         taken: dict[str, list[tuple[Clock, float]]] = {name: [] for name in models}
