@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from mlx_kda.cli import checks, parsing
-from mlx_kda.cli.benchmarks import BENCHMARKS, LONGEST, Benchmark
+from mlx_kda.cli.benchmarks import BENCHMARKS, LONGEST, Benchmark, Promise
 from mlx_kda.cli.output import note
-from mlx_kda.cli.promises import PROMISES, Promise
 from mlx_kda.cli.stopping import ending
 from mlx_kda.files import write_text
 
 SUMMARY = "measure against peers on this machine"
-KINDS = {**BENCHMARKS, **PROMISES}
 BROKEN = 1  # exit status where a promise was not kept
 EXAMPLE = (
     "mlx-kda bench op --tokens 1,512,2048 --heads 32\n"
@@ -27,7 +25,7 @@ EXAMPLE = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", metavar="WHAT", required=True)
-    for benchmark in KINDS.values():
+    for benchmark in BENCHMARKS.values():
         kind = kinds.add_parser(benchmark.name, help=benchmark.what, description=benchmark.what)
         benchmark.add_arguments(kind)
         kind.add_argument("--out", metavar="DIR", help=f"write {benchmark.name}.json and .csv")
@@ -105,7 +103,7 @@ def _run(args: argparse.Namespace) -> int:
         note(f"wrote {args.report}")
         return 0
 
-    benchmark = KINDS[args.kind]
+    benchmark = BENCHMARKS[args.kind]
     report = getattr(args, "report", None)
     checks.writable(report, "--report")
     rows = run_one(benchmark, args)

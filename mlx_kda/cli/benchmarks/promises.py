@@ -11,7 +11,7 @@ from typing import Any
 
 from mlx_kda.bench import constant_page, streaming_page
 from mlx_kda.cli import checks, parsing
-from mlx_kda.cli.benchmarks import MOST, Benchmark
+from mlx_kda.cli.benchmarks.kind import MOST, Benchmark
 from mlx_kda.cli.output import note
 from mlx_kda.errors import UserError
 
@@ -68,15 +68,18 @@ def _streaming_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "folder", metavar="FOLDER", help="where the checkpoint and the outputs go, about 20 GB"
     )
-    for name, value in (("layers", 40), ("experts", 64), ("samples", 3)):
+    numbers = {
+        "layers": (40, "layers of the checkpoint"),
+        "experts": (64, "experts of a layer"),
+        "samples": (3, "conversions by each"),
+    }
+    for name, (default, what) in numbers.items():
         parser.add_argument(
             f"--{name}",
             type=parsing.number(int, 1, 1000),
-            default=value,
+            default=default,
             metavar="N",
-            help=f"of the checkpoint (default: {value})"
-            if name != "samples"
-            else f"conversions by each (default: {value})",
+            help=f"{what} (default: {default})",
         )
 
 
@@ -89,35 +92,32 @@ def _streaming_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     return streaming.measure(work, args.layers, args.experts, args.samples, note)
 
 
-PROMISES = {
-    promise.name: promise
-    for promise in (
-        Promise(
-            "constant",
-            "whether a pure KDA model's memory stays the same over a long text",
-            constant_page.COLUMNS,
-            _constant_arguments,
-            _constant_rows,
-            page=constant_page.page,
-            broken=constant_page.growth,
-        ),
-        Promise(
-            "streaming",
-            "whether conversions keep their promises: memory, time, bits, going on after a kill",
-            {
-                "recipe": "recipe",
-                "seconds": "seconds",
-                "plain_seconds": "seconds of a plain copy",
-                "ratio": "ratio",
-                "peak": "peak bytes",
-                "bound": "bound of it",
-                "same_bits": "same bits",
-                "same_files": "same files after kills",
-            },
-            _streaming_arguments,
-            _streaming_rows,
-            page=streaming_page.page,
-            broken=streaming_page.broken,
-        ),
-    )
-}
+PROMISES = (
+    Promise(
+        "constant",
+        "whether a pure KDA model's memory stays the same over a long text",
+        constant_page.COLUMNS,
+        _constant_arguments,
+        _constant_rows,
+        page=constant_page.page,
+        broken=constant_page.growth,
+    ),
+    Promise(
+        "streaming",
+        "whether conversions keep their promises: memory, time, bits, going on after a kill",
+        {
+            "recipe": "recipe",
+            "seconds": "seconds",
+            "plain_seconds": "seconds of a plain copy",
+            "ratio": "ratio",
+            "peak": "peak bytes",
+            "bound": "bound of it",
+            "same_bits": "same bits",
+            "same_files": "same files after kills",
+        },
+        _streaming_arguments,
+        _streaming_rows,
+        page=streaming_page.page,
+        broken=streaming_page.broken,
+    ),
+)

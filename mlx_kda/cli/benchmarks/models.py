@@ -1,0 +1,228 @@
+"""Benchmarks of whole models and of their conversion."""
+
+import argparse
+import itertools
+from pathlib import Path
+
+from mlx_kda.cli import checks, parsing
+from mlx_kda.cli.benchmarks.kind import LONGEST, MOST, Benchmark, Rows, columns, timed
+
+
+def _model_arguments(parser: argparse.ArgumentParser) -> None:
+    timed(parser)
+    parser.add_argument("model", metavar="MODEL", help="folder of a checkpoint")
+    parser.add_argument(
+        "--contexts",
+        type=parsing.numbers,
+        default=[1024, 8192],
+        metavar="N,N",
+        help="tokens in the context (default: 1024,8192)",
+    )
+
+
+def _model_rows(args: argparse.Namespace) -> Rows:
+    checks.checkpoint(args.model)
+    from mlx_kda.bench import model
+
+    return model.run(Path(args.model), args.contexts, samples=args.samples, budget=args.budget)
+
+
+def _profile_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", help="folder of a checkpoint, or else --shape"
+    )
+    parser.add_argument("--shape", choices=("48b",), help="a random model of this shape instead")
+    parser.add_argument(
+        "--layers", type=parsing.number(int, 1, MOST), metavar="N", help="its first N"
+    )
+    parser.add_argument(
+        "--vocab", type=parsing.number(int, 1, MOST), metavar="N", help="its vocabulary"
+    )
+    parser.add_argument(
+        "--q-bits",
+        type=int,
+        choices=(0, 4, 8),
+        default=0,
+        metavar="N",
+        help="bits of its weights, 0 for not quantised (default: 0)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "float16", "bfloat16"),
+        default="bfloat16",
+        help="of the activations (default: bfloat16)",
+    )
+    parser.add_argument("--runner", default="auto", help="of the KDA layers (default: auto)")
+    parser.add_argument("--device", choices=("cpu", "gpu"), help="default: MLX's own choice")
+    parser.add_argument(
+        "--tokens",
+        type=parsing.number(int, 1, MOST),
+        default=512,
+        metavar="T",
+        help="tokens of the prefill (default: 512)",
+    )
+    timed(parser)
+
+
+def _profile_rows(args: argparse.Namespace) -> Rows:
+    if args.model is not None and args.shape is None:
+        checks.checkpoint(args.model)
+    from mlx_kda.bench import profile
+
+    options = {name: getattr(args, name) for name in _PROFILE_OPTIONS}
+    return profile.of(args.model, **options, q_bits=args.q_bits or None)
+
+
+_PROFILE_OPTIONS = (
+    *("shape", "layers", "vocab", "dtype", "runner", "device"),
+    *("tokens", "samples", "budget"),
+)
+
+
+def _convert_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SRC", help="folder of the checkpoint")
+    parser.add_argument(
+        "--q-bits", type=int, choices=(2, 3, 4, 5, 6, 8), metavar="N", help="quantise to N bits"
+    )
+    parser.add_argument(
+        "--samples",
+        type=parsing.number(int, 1, MOST),
+        default=3,
+        metavar="N",
+        help="conversions by each (default: 3)",
+    )
+
+
+def _convert_rows(args: argparse.Namespace) -> Rows:
+    checks.folder(args.source)
+    from mlx_kda.bench import conversion
+
+    return conversion.run(Path(args.source), q_bits=args.q_bits, samples=args.samples)
+
+
+def _quality_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source", metavar="SRC", help="folder or hub id of a checkpoint, not quantised"
+    )
+    parser.add_argument("--text", required=True, metavar="FILE", help="text in UTF-8")
+    parser.add_argument(
+        "--recipes",
+        metavar="R,R",
+        help="source, q8 ... q2, mxfp4, nvfp4; with +gates or +gates8 the gate path too, with "
+        "=size in as many bytes by --target-bpw, with @FAMILY that family of weights alone",
+    )
+
+
+def _quality_rows(args: argparse.Namespace) -> Rows:
+    checks.folder(args.source)
+    from mlx_kda.bench import quality
+
+    recipes = args.recipes.split(",") if args.recipes else quality.RECIPES
+    return quality.run(args.source, quality.read(Path(args.text)), recipes)
+
+
+def _endurance_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--steps",
+        type=parsing.number(int, 0, MOST),
+        default=30_000,
+        metavar="N",
+        help="tokens to decode (default: 30000)",
+    )
+    parser.add_argument(
+        "--prompts",
+        type=parsing.numbers,
+        default=[20_000, 100_000],
+        metavar="N,N",
+        help="tokens of each prompt (default: 20000,100000)",
+    )
+    parser.add_argument(
+        "--policy",
+        type=parsing.policy,
+        default="window:1024+16",
+        metavar="P",
+        help="a cache policy (default: window:1024+16)",
+    )
+
+
+def _endurance_rows(args: argparse.Namespace) -> Rows:
+    from mlx_kda.bench import endurance
+
+    return itertools.chain(
+        endurance.decode(args.steps, policy=str(args.policy)),
+        endurance.prompts(args.prompts, policy=str(args.policy)),
+    )
+
+
+MODELS = (
+    Benchmark(
+        "model",
+        "prefill and decode of an MLX folder against mlx-lm's class",
+        columns(
+            "context phase candidate ms tokens_per_second spread launches peak_mb",
+            tokens_per_second="tokens/s",
+            peak_mb="peak MB",
+        ),
+        _model_arguments,
+        _model_rows,
+        "The same folder for all. Prefill is each library's own: mlx-lm leaves the head out "
+        "until the last token, ours computes it for that token alone; decode is one loop. On "
+        "a Linux CPU how weights lie in memory is part of the difference: our loader lays "
+        "them out for its BLAS, mlx-lm's does not, and the third candidate is its model with "
+        "our layout. Launches are nodes of this device's graph.",
+    ),
+    Benchmark(
+        "profile",
+        "where the time of a prefill and of a decode step goes, by kind of work",
+        {
+            **columns("phase tokens part ms share spread"),
+            "as stored ms": "ms, weights as stored",
+        },
+        _profile_arguments,
+        _profile_rows,
+        "Every part waited for by itself, medians; of nested parts the inner one counts. The "
+        "last two rows of a phase: the same step left alone, and what waiting cost.",
+    ),
+    Benchmark(
+        "convert",
+        "seconds and peak memory against mlx_lm.convert",
+        columns(
+            "candidate q_bits seconds slowest peak_mb failed", q_bits="bits", peak_mb="peak MB"
+        ),
+        _convert_arguments,
+        _convert_rows,
+        "Each conversion is a process of its own; peak is its highest resident memory.",
+    ),
+    Benchmark(
+        "quality",
+        "perplexity on a text, by recipe of quantisation",
+        columns(
+            "recipe bits_per_weight mb bits_per_byte perplexity divergence divergence_error "
+            "gates_divergence gates_divergence_error",
+            bits_per_weight="bits a weight",
+            mb="MB",
+            bits_per_byte="bits a byte",
+            divergence_error="±",
+            gates_divergence="of it by the gates",
+            gates_divergence_error="±",
+        ),
+        _quality_arguments,
+        _quality_rows,
+        "Divergence: from the first recipe's distributions, nats a token, ± standard error; by "
+        "the gates: what quantising the gate path added to it.",
+    ),
+    Benchmark(
+        "endurance",
+        "memory over long runs of a small random model of 24 layers",
+        columns(
+            "run policy tokens resident_mb arrays peak_mb cache_mb tokens_per_second",
+            resident_mb="resident MB",
+            arrays="live arrays",
+            peak_mb="peak MB",
+            cache_mb="cache MB",
+            tokens_per_second="tokens/s",
+        ),
+        _endurance_arguments,
+        _endurance_rows,
+    ),
+)
