@@ -5,8 +5,6 @@ temporary folder. Nothing is left behind.
 """
 
 import argparse
-import shutil
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,7 +86,9 @@ def run(args: argparse.Namespace) -> int:
         session, answer = _find_key(model, tokenizer, policy, args.tokens)
         _resume(session, answer, scratch / "demo.session")
     _explain(session, report.dtype, args.policy is not None)
-    _heading(f"All of it took {time.perf_counter() - start:.0f} s. With Kimi Linear 48B it is")
+    output.heading(
+        f"All of it took {time.perf_counter() - start:.0f} s. With Kimi Linear 48B it is"
+    )
     print("  mlx-kda convert moonshotai/Kimi-Linear-48B-A3B-Instruct kimi-4bit --q-bits 4")
     print("  mlx-kda chat kimi-4bit")
     return 0
@@ -100,11 +100,11 @@ def _convert(source: Path, out: Path, bits: int) -> "ConversionReport":
     from mlx_kda.demo import working_dtype
 
     dtype = working_dtype()
-    _heading(f"Converting {source} to {bits} bits")
+    output.heading(f"Converting {source} to {bits} bits")
     wish = {"q_bits": bits, "dtype": dtype}
     planned = plan(source, out, **wish)
     kinds = " and ".join(f"{n} {kind.upper()}" for kind, n in planned.layers.items())
-    _detail(
+    output.detail(
         f"{planned.model_type}: {kinds} layers, {planned.parameters / 1e6:,.1f} M parameters; "
         f"plan: {size(planned.bytes_in)} -> {size(planned.bytes_out)}, peak memory "
         f"{size(planned.peak_bytes)} (predicted)"
@@ -114,12 +114,12 @@ def _convert(source: Path, out: Path, bits: int) -> "ConversionReport":
             source, out, **wish, progress=lambda done, total, _: bar(done / 1e6, total / 1e6)
         )
     kept = ", ".join(dict.fromkeys(report.kept.values()))
-    _detail(
+    output.detail(
         f"{report.seconds:.1f} s: {report.how()}, {report.bits_per_weight:.2f} bits a weight; not "
         f"quantised: {kept}"
     )
     if dtype is not None:
-        _detail(f"(the rest in {dtype}: MLX's CPU build is slow at 16-bit matrices)")
+        output.detail(f"(the rest in {dtype}: MLX's CPU build is slow at 16-bit matrices)")
     return report
 
 
@@ -130,21 +130,21 @@ def _converse(model: Any, tokenizer: Any, policy: str, max_tokens: int) -> None:
     from mlx_kda.session import Session
 
     if tokenizer.has_chat_template:
-        _heading("Three questions in one conversation; each turn reads its new tokens only")
+        output.heading("Three questions in one conversation; each turn reads its new tokens only")
         conversation = Session(model, tokenizer, policy)
         for question in QUESTIONS:
             statistics = Statistics()
             print(f"> {question}")
             _stream(conversation.send(question, max_tokens=max_tokens, statistics=statistics))
-            _detail(_rates(statistics))
-    _heading("Going on from a text")
+            output.detail(_rates(statistics))
+    output.heading("Going on from a text")
     statistics = Statistics()
     text = Session(model, tokenizer, policy)
     text.prefill(OPENING)
     output.write(OPENING)
     _stream(text.generate(max_tokens, statistics=statistics))
     s = statistics
-    _detail(f"{s.generation_tokens:,} tokens generated, {s.generation_tps:.1f} tokens/s")
+    output.detail(f"{s.generation_tokens:,} tokens generated, {s.generation_tps:.1f} tokens/s")
 
 
 def _find_key(model: Any, tokenizer: Any, policy: str, tokens: int) -> "tuple[Session, str]":
@@ -156,16 +156,16 @@ def _find_key(model: Any, tokenizer: Any, policy: str, tokens: int) -> "tuple[Se
     if session.context.limit is not None:
         tokens = min(tokens, session.context.limit // 2)
     text = haystack(tokenizer, tokens)
-    _heading(f"A pass key, {KEY}, hidden in a text of {tokens:,} tokens")
+    output.heading(f"A pass key, {KEY}, hidden in a text of {tokens:,} tokens")
     start = time.perf_counter()
 
     def progress(done: int, total: int) -> None:
         if done and (done == total or done % SHOWN == 0):
-            _detail(_reading(session, done, total, done / (time.perf_counter() - start)))
+            output.detail(_reading(session, done, total, done / (time.perf_counter() - start)))
 
     print(f"> ... {KEY_QUESTION}")
     answer = _stream(_ask(session, text, progress))
-    _detail("right" if KEY in answer else "wrong: the model, its bits or the policy lost it")
+    output.detail("right" if KEY in answer else "wrong: the model, its bits or the policy lost it")
     return session, answer
 
 
@@ -203,7 +203,7 @@ def _resume(session: "Session", answer: str, path: Path) -> None:
     from mlx_kda.demo import KEY_QUESTION
     from mlx_kda.session import Session
 
-    _heading("Saving that session, loading it, and asking again")
+    output.heading("Saving that session, loading it, and asking again")
     start = time.perf_counter()
     session.save(path)
     saved = time.perf_counter() - start
@@ -216,7 +216,7 @@ def _resume(session: "Session", answer: str, path: Path) -> None:
         pass
     if resumed.tokens != session.tokens:
         raise UserError("the resumed session went on differently: please report this")
-    _detail(
+    output.detail(
         f"{size(path.stat().st_size)}, saved in {saved:.2f} s, loaded in {loaded:.2f} s; "
         f"{known:,} tokens not read again; the same tokens as the session that stayed in memory"
     )
@@ -229,22 +229,22 @@ def _explain(session: "Session", dtype: str, asked: bool) -> None:
     from mlx_kda import doctor
 
     model = session.context.model
-    _heading("What ran")
+    output.heading("What ran")
     if model.kda_layers:
         by = "MLX's operations" if model.runner == "ops" else f"kernels by {model.runner}"
         print(f"KDA layers: {by}: {model.runner_reason}")
         for name, how in _paths(model, dtype).items():
-            _detail(f"{name}: {how}")
+            output.detail(f"{name}: {how}")
     if model.runner != "ops":
         verdicts = list(doctor.check_model(model, getattr(mx, dtype), model.runner))
         good = sum(v.ok for v in verdicts)
         print(f"self-check: {good} of {len(verdicts)} kernels agree with MLX's operations here")
         for verdict in verdicts:
-            _detail(doctor.describe(verdict))
+            output.detail(doctor.describe(verdict))
     why = "as asked" if asked else "the default: nothing is left out or rounded"
     print(f"cache policy: {session.policy}, {why}")
     for line in reports.describe_layers(session.layers(), len(session.tokens)):
-        _detail(line)
+        output.detail(line)
 
 
 def _paths(model: Any, dtype: str) -> dict[str, str]:
@@ -279,24 +279,3 @@ def _stream(pieces: "Iterator[Piece]") -> str:
         output.write(piece.text)
     output.write("\n")
     return "".join(text)
-
-
-def _heading(line: str) -> None:
-    _print(f"\n{line}", "1")
-
-
-def _detail(line: str) -> None:
-    _print(f"  {line}", "2")
-
-
-def _print(text: str, style: str) -> None:
-    """A line on standard output; on a terminal wrapped to its width, bold (1) or dim (2)."""
-    if sys.stdout.isatty():
-        import textwrap
-
-        first = text.lstrip("\n")
-        indent = " " * (len(first) - len(first.lstrip()) + 2)
-        width = max(shutil.get_terminal_size().columns - 1, 20)
-        wrapped = textwrap.fill(first, width, subsequent_indent=indent)
-        text = text[: len(text) - len(first)] + f"\033[{style}m{wrapped}\033[0m"
-    print(text, flush=True)

@@ -62,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         return _fail(args.debug, " ".join(str(error).split()), USER_ERROR)
     except KeyboardInterrupt:
+        if argv is None:  # the program itself: another Ctrl-C while it ends ends it without a word
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         return _fail(args.debug, "interrupted", INTERRUPTED)
     except BrokenPipeError:
         # Nobody reads any more. Python would complain once more when it flushes at its end.

@@ -1,6 +1,7 @@
 """What a person sees: lines on standard error, a model's text, spinners and bars on a terminal."""
 
 import contextlib
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,6 +29,29 @@ def write(text: str) -> None:
         text = text.translate(_CONTROL)
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def heading(line: str) -> None:
+    """A line on standard output that begins a part, bold on a terminal."""
+    _print(f"\n{line}", "1")
+
+
+def detail(line: str) -> None:
+    """A line on standard output beside what matters, dim on a terminal."""
+    _print(f"  {line}", "2")
+
+
+def _print(text: str, style: str) -> None:
+    """A line on standard output; on a terminal wrapped to its width, bold (1) or dim (2)."""
+    if sys.stdout.isatty():
+        import textwrap
+
+        first = text.lstrip("\n")
+        indent = " " * (len(first) - len(first.lstrip()) + 2)
+        width = max(shutil.get_terminal_size().columns - 1, 20)
+        wrapped = textwrap.fill(first, width, subsequent_indent=indent)
+        text = text[: len(text) - len(first)] + f"\033[{style}m{wrapped}\033[0m"
+    print(text, flush=True)
 
 
 @contextlib.contextmanager

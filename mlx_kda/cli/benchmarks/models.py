@@ -5,7 +5,7 @@ import itertools
 from pathlib import Path
 
 from mlx_kda.cli import checks, parsing
-from mlx_kda.cli.benchmarks.kind import LONGEST, MOST, Benchmark, Rows, columns, timed
+from mlx_kda.cli.benchmarks.kind import MOST, Benchmark, Rows, columns, timed
 
 
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
