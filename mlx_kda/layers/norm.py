@@ -1,6 +1,6 @@
 """RMSNorm that keeps the activations' dtype."""
 
-from functools import partial
+from functools import lru_cache, partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,12 +23,20 @@ def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
     such weight turns every later layer float32.
     """
     if x.size <= _FEW * x.shape[-1] and mx.default_device() == mx.cpu:
-        return _few_rows(x, weight, eps, 1 / x.shape[-1])
+        return _few_rows(x, weight, *_constants(eps, x.shape[-1]))
     return mx.fast.rms_norm(x, weight, eps).astype(x.dtype)
 
 
+@lru_cache(maxsize=64)
+def _constants(eps: float, width: int) -> tuple[mx.array, mx.array]:
+    """eps and 1 / width as arrays: as numbers, each pair would be compiled for itself."""
+    made = mx.array(eps), mx.array(1 / width)
+    mx.eval(made)
+    return made
+
+
 @partial(mx.compile, shapeless=True)
-def _few_rows(x: mx.array, weight: mx.array, eps: float, share: float) -> mx.array:
+def _few_rows(x: mx.array, weight: mx.array, eps: mx.array, share: mx.array) -> mx.array:
     """The same in three operations; MLX, which has no kernel for it on the CPU, takes nine."""
     wide = x.astype(mx.float32)
     square = (wide * wide).sum(axis=-1, keepdims=True)

@@ -12,14 +12,11 @@ MLX's own. Powers below 2^-127 become 0, above 2^127.5 infinity.
 """
 
 import math
-from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
 
-# Numbers from which a call costs less than what it computes.
-_LONG = 4096
 # Added and taken away, it leaves a float32 rounded to an integer.
 _ROUNDER = 1.5 * 2.0**23
 # ln 2 as a sum: n times the first part is exact, the second is the rest.
@@ -58,81 +55,29 @@ def _on_cpu(x: mx.array) -> bool:
     return x.dtype == mx.float32 and mx.default_device() == mx.cpu
 
 
-# One loop over the numbers, of whatever shape.
-_fused = partial(mx.compile, shapeless=True)
-
-
-def _short_as_one(function: Callable) -> Callable:
-    """``function`` in a single call for short arrays, compiled anew for each of their shapes.
-
-    Its parts are compiled by themselves. The bits of 2^n lie between them: MLX has no shapeless
-    form of seeing bits as a number.
-    """
-    whole = mx.compile(function)
-
-    @wraps(function)
-    def call(x: mx.array, *others: mx.array) -> mx.array:
-        return (function if x.size >= _LONG else whole)(x, *others)
-
-    return call
-
-
-@_short_as_one
-def _exp(x: mx.array) -> mx.array:
-    return _product(*_powers(x))
-
-
-@_short_as_one
-def _sigmoid(x: mx.array) -> mx.array:
-    return _sigmoid_of(*_powers(-x))
-
-
-@_short_as_one
-def _softplus(x: mx.array) -> mx.array:
-    return _softplus_of(x, *_powers(-mx.abs(x)))
-
-
-@_short_as_one
-def _gated(x: mx.array, z: mx.array) -> mx.array:
-    return _gated_by(x, *_powers(-z))
-
-
-@_short_as_one
-def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    return _swiglu_of(gate, x, *_powers(-gate))
-
-
-def _powers(x: mx.array) -> tuple[mx.array, mx.array]:
-    """(e^r, 2^n), whose product is exp(x)."""
-    power, bits = _split(x)
-    return power, mx.stop_gradient(bits.view(mx.float32))
-
-
-@_fused
-def _split(x: mx.array) -> tuple[mx.array, mx.array]:
-    """e^r and the bits of 2^n."""
+def _exp_of(x: mx.array) -> mx.array:
     x = mx.clip(x, -88.0, 89.0)
     n = mx.stop_gradient((x * (1 / math.log(2)) + _ROUNDER) - _ROUNDER)
     r = x - n * _LN2[0] - n * _LN2[1]
     power = r * (1 / math.factorial(7)) + 1 / math.factorial(6)
     for i in range(5, -1, -1):
         power = power * r + 1 / math.factorial(i)
-    return power, (n.astype(mx.int32) + 127) << 23
+    bits = (n.astype(mx.int32) + 127) << 23
+    return power * mx.stop_gradient(bits.view(mx.float32))
 
 
-@_fused
-def _product(a: mx.array, b: mx.array) -> mx.array:
-    return a * b
+# Compiled for each shape: MLX has no shapeless form of seeing bits as a number.
+_exp = mx.compile(_exp_of)
 
 
-@_fused
-def _sigmoid_of(a: mx.array, b: mx.array) -> mx.array:
-    return 1 / (1 + a * b)
+@mx.compile
+def _sigmoid(x: mx.array) -> mx.array:
+    return 1 / (1 + _exp_of(-x))
 
 
-@_fused
-def _softplus_of(x: mx.array, a: mx.array, b: mx.array) -> mx.array:
-    u = a * b
+@mx.compile
+def _softplus(x: mx.array) -> mx.array:
+    u = _exp_of(-mx.abs(x))
     s = u / (2 + u)
     square, series = s * s, 1 / 15
     for i in range(13, 0, -2):
@@ -140,21 +85,21 @@ def _softplus_of(x: mx.array, a: mx.array, b: mx.array) -> mx.array:
     return mx.maximum(x, 0) + 2 * s * series
 
 
-@_fused
-def _gated_by(x: mx.array, a: mx.array, b: mx.array) -> mx.array:
-    return x / (1 + a * b)
+@mx.compile
+def _gated(x: mx.array, z: mx.array) -> mx.array:
+    return x / (1 + _exp_of(-z))
 
 
-@_fused
-def _swiglu_of(gate: mx.array, x: mx.array, a: mx.array, b: mx.array) -> mx.array:
-    return gate / (1 + a * b) * x
+@mx.compile
+def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    return gate / (1 + _exp_of(-gate)) * x
 
 
-@_fused
+@partial(mx.compile, shapeless=True)
 def _mlx_gated(x: mx.array, z: mx.array) -> mx.array:
     return x * mx.sigmoid(z)
 
 
-@_fused
+@partial(mx.compile, shapeless=True)
 def _mlx_swiglu(gate: mx.array, x: mx.array) -> mx.array:
     return gate * mx.sigmoid(gate) * x
