@@ -195,7 +195,7 @@ def test_a_session_changed_by_another_program_is_not_overwritten(tiny_model, sav
     assert capsys.readouterr().err.count("written by another program meanwhile") == 1
 
 
-def test_saving_in_between_takes_a_small_part_of_the_time(monkeypatch, tmp_path, capsys):
+def test_saving_in_between_takes_little_of_the_time_and_of_the_disk(monkeypatch, tmp_path, capsys):
     clock = [1000.0]
     monkeypatch.setattr("mlx_kda.cli.keeping.time.monotonic", lambda: clock[0])
 
@@ -214,6 +214,15 @@ def test_saving_in_between_takes_a_small_part_of_the_time(monkeypatch, tmp_path,
     assert not keeper.now_and_then(session)
     clock[0] += 2
     assert keeper.now_and_then(session) and session.saves == 2
+
+    # An existing file of 900 MB may be written anew after 900 s.
+    (tmp_path / "long").write_bytes(b"")
+    os.truncate(tmp_path / "long", 900_000_000)
+    long = Keeper(str(tmp_path / "long"))
+    clock[0] += 899
+    assert not long.now_and_then(session) and session.saves == 2
+    clock[0] += 2
+    assert long.now_and_then(session) and session.saves == 3
 
     class Failing:
         def save(self, path):

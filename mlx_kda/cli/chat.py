@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--session",
         metavar="FILE",
-        help="keep the session in this file, saved between turns and at the end; one that exists "
+        help="keep the session in this file, saved now and then and at the end; one that exists "
         "goes on",
     )
     add_memory(parser)

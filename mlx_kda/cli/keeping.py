@@ -12,7 +12,9 @@ from mlx_kda.errors import UserError
 if TYPE_CHECKING:
     from mlx_kda.session import Session
 
-SHARE = 0.05  # of the time that saving may take, in the middle of a conversation
+# What saving in the middle of a conversation may take: of the time, and bytes written a second. A
+# long text's file is gigabytes, which a disk should not be given after every turn.
+SHARE, RATE = 0.05, 1e6
 
 
 class Keeper:
@@ -44,7 +46,8 @@ class Keeper:
 
         Whether it was saved; a mistake is told and the conversation goes on.
         """
-        if time.monotonic() - self._at < self._took / SHARE:
+        written = self._seen[1] if self._seen else 0
+        if time.monotonic() - self._at < max(self._took / SHARE, written / RATE):
             return False
         try:
             self.save(session)
