@@ -355,3 +355,14 @@ def test_a_hub_id_is_planned_by_its_headers_and_then_run(tiny_hf, tmp_path, monk
     assert there["tokens"] == json.loads(capsys.readouterr().out)["tokens"]
     assert main(["plan", str(tiny_hf), "--context", "64", "--json"]) == 0
     assert planned["policies"] == json.loads(capsys.readouterr().out)["policies"]
+
+
+def test_a_prompt_too_long_is_told_before_the_weights_are_read(generate, monkeypatch):
+    """Minutes for a large model."""
+
+    def read(folder):
+        raise AssertionError("the weights were read")
+
+    monkeypatch.setattr("mlx_kda.cli.loading.load_model", read)
+    status, out, err = generate("--prompt", "z" * 600)
+    assert status == 2 and out == "" and "600 tokens is longer than the model's context" in err

@@ -127,6 +127,12 @@ def _open(args: argparse.Namespace, prompt: str | None, exists: bool) -> "Sessio
 
     tokenizer = load_tokenizer(args.model)
     ids = tokenizer.encode(prompt or "")
+    limit = checks.checkpoint(args.model).model_max_length
+    if len(ids) > limit:  # known before the weights are read
+        raise UserError(
+            f"the prompt of {len(ids):,} tokens is longer than the model's context of {limit:,}: "
+            "shorten it"
+        )
     loading.check_memory(args, len(ids) + args.max_tokens, args.policy)
     model = loading.load_model(args.model)
     loading.note_policy(model.args, args.policy)
