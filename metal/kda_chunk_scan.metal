@@ -196,13 +196,18 @@ for (int n = 0; n < chunks; ++n) {
     if (step + 1 == SLABS) {
       threadgroup const float* T_s = (threadgroup const float*)tri_s;
       threadgroup const float* M_s = T_s + 3 * KDA_TILE;
+      simdgroup_float8x8 theirs[3];
+      KDA_UNROLL
+      for (int i = 0; i < 3; ++i) {
+        simdgroup_load(theirs[i], others + i * KDA_TILE, 8);
+      }
+      KDA_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        R[0].thread_elements()[i] += theirs[0].thread_elements()[i];
+        R[1].thread_elements()[i] += theirs[1].thread_elements()[i];
+        O[0].thread_elements()[i] += theirs[2].thread_elements()[i];
+      }
       simdgroup_float8x8 A;
-      simdgroup_load(A, others, 8);
-      R[0].thread_elements() += A.thread_elements();
-      simdgroup_load(A, others + KDA_TILE, 8);
-      R[1].thread_elements() += A.thread_elements();
-      simdgroup_load(A, others + 2 * KDA_TILE, 8);
-      O[0].thread_elements() += A.thread_elements();
       simdgroup_load(A, T_s, 8);
       simdgroup_multiply(U[0], A, R[0]);
       simdgroup_load(A, T_s + KDA_TILE, 8);

@@ -1,23 +1,19 @@
-"""Run the kernels' bodies on a CUDA GPU: against float64, under compute-sanitizer, timed.
+"""Run the kernels' bodies on a CUDA GPU: against float64 and under compute-sanitizer.
 
     python tests/cuda_check.py check [I N]      every kernel and mode against float64
     python tests/cuda_check.py sanitize [I N]   small calls of everything, for compute-sanitizer
     python tests/cuda_check.py plant TOOL       a kernel with the fault that a tool should find
     python tests/cuda_check.py findings LOG ... what compute-sanitizer said, by whose kernel
-    python tests/cuda_check.py time             T = 2048 to 32768, beside mlx-lm's vector kernel
 
-I N is every N-th call from the I-th on: N processes share the compiling. `check` and `time` need
-MLX's CUDA build; `sanitize` and `plant` launch the same text outside MLX's memory pools and graphs,
-which compute-sanitizer does not see into; they need cupy and nvcc. Run them once without the tool,
-so that it does not watch the compiler. Prints one JSON line a result; not collected by pytest.
+I N is every N-th call from the I-th on: N processes share the compiling. `check` needs MLX's CUDA
+build; `sanitize` and `plant` launch the same text outside MLX's memory pools and graphs, which
+compute-sanitizer does not see into; they need cupy and nvcc. Run them once without the tool, so
+that it does not watch the compiler. Prints one JSON line a result; not collected by pytest. Times:
+`mlx-kda bench cuda`.
 """
 
 import json
-import re
-import statistics
 import sys
-import time
-from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +23,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from helpers import layer64, on_cuda, oracle, plain_cuda  # noqa: E402
+from helpers import layer64, on_cuda, oracle, plain_cuda, sanitizer  # noqa: E402
 from helpers.kernels import OPS, as_dtype, f32, law, memory, numpy, rounded, run, step  # noqa: E402
 
 from mlx_kda.kernels.epilogue import kda_epilogue  # noqa: E402
@@ -245,32 +241,9 @@ def plant(tool: str) -> bool:
     return True
 
 
-def count_findings(log: str) -> Counter:
-    """compute-sanitizer's findings in our kernels, in MLX's and in calls of the host, by name."""
-    count = Counter()
-    for block in re.split(r"\n=+ *(?=\n)", log):
-        at = re.search(r"\bat ([^\n]+)\+0x", block)
-        ours = re.search(
-            r"custom_kernel_((?:kda|moe)_\w+?)_[0-9a-f]{16}", at.group(1) if at else ""
-        )
-        if ours:
-            count.update(["ours", ours.group(1)])
-        elif at:
-            count.update(["others", re.split(r"[<(]", at.group(1))[0].split()[-1]])
-        elif re.search(r"Host API|API call|Program hit", block):
-            count["host calls"] += 1
-    count["summaries"] = len(re.findall(r"(?:ERROR|RACECHECK) SUMMARY", log))
-    return count
-
-
 def findings(*logs: str) -> bool:
     """Sums up compute-sanitizer's logs; a log without its last line or its run's is no verdict."""
-    count = Counter()
-    whole = True
-    for log in logs:
-        text = Path(log).read_text(errors="replace")
-        count.update(count_findings(text))
-        whole &= "SUMMARY" in text and '"passed": true' in text
+    count, whole = sanitizer.read(map(Path, logs))
     say(findings=dict(count), logs=len(logs), whole=whole)
     return whole and not count["ours"]
 
@@ -291,82 +264,17 @@ def raw_prefill(kernel) -> bool:
     """Raw gate and beta."""
     layer = layer64.make(B=1, T=18, H=1, Hv=2, Dk=32, Dv=32)
     q, k, v = (f32(x) for x in layer.mixed())
-    _, S = OPS[kernel](q, k, v, f32(layer.a), f32(layer.b), state=f32(layer.state),
-                       law=law(layer), beta_law="sigmoid", runner=RUNNER)  # fmt: skip
+    got = OPS[kernel](q, k, v, f32(layer.a), f32(layer.b), state=f32(layer.state),
+                      law=law(layer), beta_law="sigmoid", runner=RUNNER)  # fmt: skip
     truth = oracle.recurrence(*layer.mixed(), layer.gate(), layer.beta(), state=layer.state)
-    ok = oracle.error(numpy(S), truth[1]) < 2e-6
-    say(test=f"raw gate, {kernel}", ok=ok)
+    errors = [oracle.error(numpy(x), t) for x, t in zip(got, truth, strict=True)]
+    ok = max(errors) < 2e-6
+    say(test=f"raw gate, {kernel}", o=errors[0], state=errors[1], ok=ok)
     return ok
 
 
-def milliseconds(call, repeats=9, chain=8) -> tuple[float, float]:
-    """Medians of (a call in a chain, a call alone), host clock around the evaluation."""
-    for _ in range(3):
-        mx.eval(call())
-    alone, chained = [], []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        mx.eval(call())
-        alone.append((time.perf_counter() - start) * 1e3)
-        start = time.perf_counter()
-        for _ in range(chain):
-            result = call()
-            mx.async_eval(result)
-        mx.eval(result)
-        chained.append((time.perf_counter() - start) / chain * 1e3)
-    return statistics.median(chained), statistics.median(alone)
-
-
-def timing() -> bool:
-    """B = 1, 32 heads, Dk = Dv = 128, bfloat16 activations."""
-    from helpers.shipped import mlx_lm_gated_delta
-
-    from mlx_kda.kernels import metal_kernel
-    from mlx_kda.kernels.chunk import kda_chunk
-    from mlx_kda.kernels.recurrent import kda_recurrent
-
-    theirs = mlx_lm_gated_delta(lambda **a: metal_kernel(**a, runner=RUNNER))
-    vector = theirs["gated_delta_step_vec"]
-    H, D = 32, 128
-    for T in (2048, 8192, 32768):
-        x = oracle.make("random", T=64, H=H, Dk=D, Dv=D)
-        q, k, v, beta = (
-            mx.tile(mx.array(a), (1, T // 64, *([1] * (a.ndim - 2)))).astype(mx.bfloat16)
-            for a in (x.q, x.k, x.v, x.beta)
-        )
-        g = mx.tile(mx.array(x.g), (1, T // 64, 1, 1))
-        decay, state = mx.exp(g), mx.zeros((1, H, D, D))
-        mx.eval(q, k, v, beta, g, decay, state)
-
-        def peer(q=q, k=k, v=v, decay=decay, beta=beta, state=state, T=T):
-            return vector(
-                inputs=[q, k, v, decay, beta, state, T],
-                template=[("InT", mx.bfloat16), ("StT", mx.float32), ("Dk", D), ("Dv", D),
-                          ("Hk", H), ("Hv", H)],
-                grid=(32, D, H),
-                threadgroup=(32, 4, 1),
-                output_shapes=[(1, T, H, D), state.shape],
-                output_dtypes=[mx.bfloat16, mx.float32],
-            )  # fmt: skip
-
-        calls = {"mlx-lm gated_delta_step_vec": peer}
-        given = (q, k, v, g, beta)
-        for name, fn, options in (
-            ("kda_recurrent", kda_recurrent, {}),
-            ("kda_chunk exact", kda_chunk, {}),
-            ("kda_chunk half", kda_chunk, {"mode": "half"}),
-        ):
-            calls[name] = partial(fn, *given, state=state, runner=RUNNER, **options)
-        for name, call in calls.items():
-            chained, alone = milliseconds(call)
-            say(time=name, T=T, ms=round(chained, 3), alone_ms=round(alone, 3))
-    return True
-
-
 if __name__ == "__main__":
-    commands = {
-        "check": check, "sanitize": sanitize, "plant": plant, "findings": findings, "time": timing
-    }  # fmt: skip
+    commands = {"check": check, "sanitize": sanitize, "plant": plant, "findings": findings}
     given = sys.argv[2:]
     passed = commands[sys.argv[1]](*(map(int, given) if all(map(str.isdigit, given)) else given))
     say(what=sys.argv[1], runner=RUNNER, mlx=mx.__version__, passed=bool(passed))

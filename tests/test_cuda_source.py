@@ -11,7 +11,7 @@ from pathlib import Path
 import cuda_check
 import mlx.core as mx
 import pytest
-from helpers import on_cuda, plain_cuda
+from helpers import on_cuda, plain_cuda, sanitizer
 
 from mlx_kda.bench.shipped import mlx_lm_call, mlx_lm_gated_delta
 from mlx_kda.errors import UserError
@@ -141,7 +141,7 @@ LOG = """========= COMPUTE-SANITIZER
 
 
 def test_findings_of_compute_sanitizer_are_told_apart(tmp_path, capsys):
-    found = cuda_check.count_findings(LOG)
+    found = sanitizer.count_findings(LOG)
     assert (found["ours"], found["others"], found["host calls"]) == (1, 1, 1)
     assert found["kda_chunk_scan"] == 1 and found["mlx::core::cu::copy_v"] == 1
     clean = LOG.replace("kda_chunk_scan", "other")

@@ -147,6 +147,13 @@ BAD = {
         "out[0] = float(m.thread_elements()[0]);",
         "",
     ),
+    "arithmetic on all of a lane's matrix elements": (
+        "invalid operands|no viable",
+        "simdgroup_float8x8 m, n = make_filled_simdgroup_matrix<float, 8>(1.0f);\n"
+        "simdgroup_load(m, a, 8);\nm.thread_elements() += n.thread_elements();  // FAULT\n"
+        "out[0] = m.thread_elements()[0];",
+        "",
+    ),
     "an uninitialised variable": (
         "uninitialized",
         "float x;\nout[0] = x;  // FAULT",

@@ -6,7 +6,9 @@ import subprocess
 
 import pytest
 
+from mlx_kda.kernels import chunk, recurrent
 from mlx_kda.kernels.decode import simd_groups, token_capacity
+from mlx_kda.kernels.epilogue import ROWS
 from mlx_kda.kernels.sources import SOURCES
 
 DIMS = range(32, 257, 32)
@@ -37,12 +39,18 @@ def declarations(source):
 
 def instantiations(name):
     """C++ template arguments (OpT, Dk, Dv, SG) of every instantiation, and its threads."""
+    threads = {
+        "kda_prologue": 96,
+        "kda_recurrent": recurrent.THREADS,
+        "kda_chunk_prepare": chunk.THREADS,
+        "kda_chunk_scan": chunk.SCAN_THREADS,
+        "kda_epilogue": 32 * ROWS,
+    }
     for Dk in DIMS:
         for Dv in DIMS:
             for operand in ("float", "half"):
-                groups = simd_groups(Dv) if name == "kda_decode" else 4
-                threads = 96 if name == "kda_prologue" else 32 * groups
-                yield (operand, Dk, Dv, groups), threads
+                groups = simd_groups(Dv)
+                yield (operand, Dk, Dv, groups), threads.get(name, 32 * groups)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +95,7 @@ def test_g1_threadgroup_memory_of_every_instantiation(name, threadgroup_bytes):
     everywhere = re.findall(r"\bthreadgroup \w+ \w+\[", source.header + source.body)
     assert len(everywhere) == sum(line.startswith("total") for line in declarations(source))
     said = source.body.split("// Threadgroup bytes:")[1].split("// Order of reductions:")[0]
-    at_128 = sizes[f"float, 128, 128, {8 if name == 'kda_decode' else 4}"]
+    at_128 = sizes["float, 128, 128, 8"]
     assert re.search(rf"\b{at_128:,}\b", said), f"the head should say {at_128:,}"
 
 
@@ -95,6 +103,15 @@ def test_g1_threadgroup_memory_of_every_instantiation(name, threadgroup_bytes):
 def test_g2_threads_of_every_instantiation(name):
     """Case G2: an over-limit launch is dropped without a word on some systems."""
     assert max(threads for _, threads in instantiations(name)) <= METAL_THREADS // 2
+
+
+@pytest.mark.parametrize("name", ["kda_recurrent", "kda_chunk_prepare", "kda_chunk_scan"])
+def test_the_head_of_a_file_names_the_threads_of_its_launch(name):
+    """What the wrapper launches, not what it did once: the scan has had 4 SIMD-groups."""
+    (threads,) = {threads for _, threads in instantiations(name)}
+    body = SOURCES[name].body
+    assert f"a threadgroup of {threads // 32} SIMD-groups" in body
+    assert re.search(rf"\({threads} \* (Dv/32|chunks), B\*Hv\)", body)
 
 
 @pytest.mark.parametrize("name", SOURCES)

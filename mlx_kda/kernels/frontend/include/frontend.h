@@ -153,11 +153,16 @@ simd_vote simd_ballot(bool);
 simd_vote simd_active_threads_mask();
 bool simd_is_first();
 
+// Apple does not say what thread_elements() is: an element by its index is what shipped kernels use.
+template <class T> struct emu_elements {
+  T& operator[](int);
+  const T& operator[](int) const;
+};
 template <class T, int R, int C> struct simdgroup_matrix {
   static_assert(R == 8 && C == 8 && emu_float_v<T>, "simdgroup_matrix is 8 x 8, of floats");
   simdgroup_matrix() = default;
   explicit simdgroup_matrix(T diagonal);
-  vec<T, 2>& thread_elements();
+  emu_elements<T>& thread_elements();
   vec<T, 2> elements;
 };
 using simdgroup_float8x8 = simdgroup_matrix<float, 8, 8>;
