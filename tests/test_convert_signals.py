@@ -54,7 +54,7 @@ def test_a_benchmark_leaves_no_folder(source, tmp_path, number, kind):
     assert list(scratch.iterdir()) == []
 
 
-# A conversion that takes a second a file, so that the signal finds it at work.
+# A conversion that waits before each file, so that the signal finds it at work.
 SLOW = (
     "import sys, time; from mlx_kda.convert import shards; from mlx_kda.cli.main import main; "
     "real = shards.write_file; "
@@ -68,9 +68,10 @@ SLOW = (
 def test_a_conversion_keeps_what_is_finished_and_nothing_else(source, tmp_path, number, finished):
     """Without a finished file the folder goes; with some they stay, and the line says so."""
     out, partial = tmp_path / "out", tmp_path / "out.partial"
+    pause = 0.5 if finished else 60
     status, said = ended(
         [
-            *(sys.executable, "-c", SLOW.format(0.5), "convert", source, out),
+            *(sys.executable, "-c", SLOW.format(pause), "convert", source, out),
             *("--shard-size", "100000"),
         ],
         number,
