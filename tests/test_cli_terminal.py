@@ -169,3 +169,24 @@ def test_bytes_that_are_no_text_become_replacement_characters(chat, tiny_mlx, tm
     first, _ = Session.load(file, *mlx_kda.load(tiny_mlx)).messages
     said = first["content"]  # readline itself drops some such bytes
     assert said.startswith("caf") and "\ufffd" in said and said.endswith("!")
+
+
+def test_slow_16_bits_on_a_cpu_are_told_to_a_person(tiny_hf, tmp_path):
+    """A first user on Linux got 8 tokens/s from the small model without a word."""
+    from mlx_kda.convert import convert
+
+    argv = ["--prompt", "x", "--max-tokens", "1"]
+    for dtype, told in (("bfloat16", True), ("float32", False)):
+        convert(tiny_hf, tmp_path / dtype, dtype=dtype)
+        child = pexpect.spawn(
+            PROGRAM[0],
+            [*PROGRAM[1:], "generate", str(tmp_path / dtype), *argv],
+            encoding="utf-8",
+            codec_errors="replace",
+            timeout=60,
+            dimensions=(40, 120),
+        )
+        child.expect(pexpect.EOF)
+        child.close()
+        assert child.exitstatus == 0
+        assert ("convert with --dtype float32" in child.before) == told

@@ -1,6 +1,7 @@
 """A command's model, tokenizer and session, and whether what is asked of them can fit."""
 
 import argparse
+import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +80,8 @@ def load_model(folder: str) -> Any:
 
     with status(f"loading {folder}"):
         model = load(folder)
+    if sys.stderr.isatty() and mx.default_device() == mx.cpu and model.model.dtype.size == 2:
+        note("computing in 16 bits, at which MLX is slow on a CPU: convert with --dtype float32")
     limit = mx.device_info(mx.default_device()).get("max_recommended_working_set_size")
     if mx.metal.is_available() and limit:  # a Mac's CPU has no such limit
         # Weights kept resident: without it macOS may page them out between two tokens.
