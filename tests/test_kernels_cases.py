@@ -8,7 +8,7 @@ from helpers.kernels import OPS, as_dtype, f32, law, numpy, rounded, run
 from tolerances import OP_FLOAT32, OP_LONG, ROUNDED_ONCE, SPLIT
 
 from mlx_kda.kernels.arguments import GateLaw
-from mlx_kda.kernels.chunk import kda_chunk, supported
+from mlx_kda.kernels.chunk import supported
 from mlx_kda.kernels.sources import SOURCES, kernel
 
 KERNELS = ("recurrent", "chunk")
@@ -77,10 +77,13 @@ def test_a4_zero_parameters(name):
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("a,dt_bias", [(-20.0, 0.0), (0.0, -20.0), (-80.0, 0.0), (60.0, 0.0)])
 def test_a4_softplus_at_its_ends(name, a, dt_bias):
-    """Case A4, siblings: softplus(-20) is 2e-9, not 0; softplus(60) is 60, not infinity."""
+    """Case A4, siblings: softplus(-20) is 2e-9, not 0; softplus(60) is 60, not infinity.
+
+    A softplus of 0 would leave a state 8e-4 too large.
+    """
     shape = (1, 1024, 1, 32)
     zero = mx.zeros(shape)
-    gates = GateLaw(mx.full((1,), 3.0), mx.full((32,), dt_bias))
+    gates = GateLaw(mx.full((1,), 6.0), mx.full((32,), dt_bias))
     state = mx.ones((1, 1, 32, 32))
     _, S = OPS[name](
         *(zero, zero, zero, mx.full(shape, a), mx.zeros((1, 1024, 1))),
@@ -88,7 +91,7 @@ def test_a4_softplus_at_its_ends(name, a, dt_bias):
         law=gates,
         runner="emulator-fast",
     )
-    g = -np.exp(3.0) * np.logaddexp(a + dt_bias, 0)
+    g = -np.exp(6.0) * np.logaddexp(a + dt_bias, 0)
     assert np.abs(numpy(S) - np.exp(1024 * g)).max() < 1e-4
 
 
@@ -154,62 +157,6 @@ def test_a7_any_kernel_goes_on_from_any_other(first, second):
     close(run(second, rest, runner="emulator-fast"), (o[:, 200:], S))
 
 
-WRONG = {
-    "q": {"q": (2, 5, 32)},
-    "k": {"k": (2, 5, 2, 64)},
-    "v": {"v": (2, 6, 4, 64)},
-    "Hv": {"v": (2, 5, 3, 64), "beta": (2, 5, 3), "g": (2, 5, 3, 32)},
-    "beta": {"beta": (2, 5, 4, 1)},
-    "beta ": {"beta": (2, 5)},
-    "g": {"g": (2, 5, 2)},
-    "g ": {"g": (2, 5, 4, 1)},
-    "state": {"state": (2, 4, 32, 64)},
-    "lengths": {"lengths": (3,)},
-}
-
-
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a9_a_wrong_shape_is_named(name, wrong):
-    """Case A9: what was read out of bounds elsewhere is a ValueError that names the argument."""
-    shapes = {
-        "q": (2, 5, 2, 32),
-        "k": (2, 5, 2, 32),
-        "v": (2, 5, 4, 64),
-        "g": (2, 5, 4, 32),
-        "beta": (2, 5, 4),
-        "state": (2, 4, 64, 32),
-        "lengths": (2,),
-    } | WRONG[wrong]
-    args = {n: mx.zeros(s, dtype=mx.int32 if n == "lengths" else mx.float32)
-            for n, s in shapes.items()}  # fmt: skip
-    with pytest.raises(ValueError, match=rf"^{wrong.strip()} .*\d"):
-        OPS[name](**args, runner="emulator-fast")
-
-
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize(
-    "A_log,dt_bias,g,message",
-    [
-        ((2,), (2,), (1, 3, 2, 32), "dt_bias must hold one value a channel.*got shape"),
-        ((2,), (32,), (1, 3, 2, 32), "dt_bias must hold"),
-        ((2,), (32, 2), (1, 3, 2, 32), "dt_bias must hold"),
-        ((32,), (64,), (1, 3, 2, 32), "A_log must hold one value a head.*got shape"),
-        ((), (64,), (1, 3, 2, 32), "A_log must hold"),
-        ((2,), (64,), (1, 3, 2), "raw gate must be.*got shape"),
-    ],
-)
-def test_a9_wrong_gate_parameters_are_named(name, A_log, dt_bias, g, message):
-    """Case A9: dt_bias [H] or [Dk], A_log [Dk], a raw gate [B, T, H]."""
-    x = mx.zeros((1, 3, 2, 32))
-    with pytest.raises(ValueError, match=message):
-        OPS[name](
-            *(x, x, x, mx.zeros(g), mx.zeros((1, 3, 2))),
-            law=GateLaw(mx.zeros(A_log), mx.zeros(dt_bias)),
-            runner="emulator-fast",
-        )
-
-
 @pytest.mark.parametrize("name", KERNELS)
 def test_a9_inputs_are_never_written_to(name):
     """Case A9: every argument holds the same numbers after the call."""
@@ -250,7 +197,7 @@ def test_b1_one_fast_channel_beside_slow_ones(mode, dtype):
 
 
 def test_b3_one_chunk_size_and_any_segment():
-    """Case B3: T = 1000 in segments of 16 to 1008 tokens is the same; others raise."""
+    """Case B3: T = 1000 in segments of 16 to 1008 tokens is the same."""
     x = oracle.make("collinear", T=1000, H=1, Dk=32, Dv=32)
     truth = oracle.recurrence(*x.arrays())
     first = run("chunk", x, runner="emulator-fast")
@@ -258,9 +205,6 @@ def test_b3_one_chunk_size_and_any_segment():
     for segment in (16, 48, 512, 1008):
         again = run("chunk", x, runner="emulator-fast", segment=segment)
         assert all(np.array_equal(a, b) for a, b in zip(again, first, strict=True))
-    for segment in (0, 8, 100):
-        with pytest.raises(ValueError, match="segment must be a multiple of 16"):
-            run("chunk", x, segment=segment)
     ok, reason = supported(32, 32, mx.float32, chunk=64)
     assert not ok and "16" in reason
 
@@ -376,33 +320,3 @@ def test_g9_shapes_do_not_compile_kernels():
             run(name, x, runner="emulator-fast", lengths=[1] * B)
         seen.append({name: len(programs) for name, programs in made.items()})
     assert all(counts == seen[0] for counts in seen)
-
-
-@pytest.mark.parametrize("Dk,Dv", [(48, 32), (32, 40), (288, 32), (16, 16)])
-def test_an_unsupported_size_says_why(Dk, Dv):
-    x = oracle.make("random", T=2, H=1, Dk=Dk, Dv=Dv)
-    for fn in OPS.values():
-        with pytest.raises(ValueError, match=r"D[kv] = \d+ is not a multiple of 32 from 32 to 256"):
-            fn(*[mx.array(a) for a in x.arrays()], runner="emulator-fast")
-
-
-def test_half_mode_is_refused_where_it_would_lose_digits():
-    x = oracle.make("random", T=2, H=1, Dk=32, Dv=32)
-    with pytest.raises(ValueError, match="half mode would lose most digits of float32"):
-        kda_chunk(*[mx.array(a) for a in x.arrays()], mode="half", runner="emulator-fast")
-
-
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("argument", range(6))
-def test_a_gradient_is_refused(name, argument):
-    """A kernel has no gradient; a silent zero would train nothing."""
-    x = oracle.make("random", T=3, H=1, Dk=32, Dv=32).with_state()
-    arrays = [mx.array(a) for a in (*x.arrays(), x.state)]
-
-    def loss(a):
-        args = [*arrays[:argument], a, *arrays[argument + 1 :]]
-        o, S = OPS[name](*args[:5], state=args[5], runner="emulator-fast")
-        return o.sum() + S.sum()
-
-    with pytest.raises(ValueError, match="has no gradient"):
-        mx.grad(loss)(arrays[argument])

@@ -1,6 +1,6 @@
 """What the kernels' wrappers share: gate laws, the template constants, inputs in kernel form."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -120,10 +120,24 @@ def supported(Dk: int, Dv: int, dtype: mx.Dtype) -> tuple[bool, str]:
     return True, "head dimensions and dtype have a kernel"
 
 
-def launch_tokens(runner: str) -> int:
-    """Tokens of one launch of a prefill kernel: few enough that a Mac's screen stays alive and the
-    workspace in its cache; more on CUDA, where starting a launch costs more."""
-    return 8192 if choose(runner) == "cuda" else 512
+def launches(
+    T: int, segment: int | None, runner: str, multiple: int = 1
+) -> Iterator[tuple[int, int]]:
+    """(first token, tokens) of each launch of a prefill kernel over T tokens.
+
+    ``segment`` tokens each, or if it is None 512: few enough that a Mac's screen stays alive and
+    the workspace in its cache; 8,192 on CUDA, where starting a launch costs more. None of it
+    changes what is compiled.
+
+    Raises:
+        ValueError: a segment that is no multiple of ``multiple``.
+    """
+    if segment is None:
+        segment = 8192 if choose(runner) == "cuda" else 512
+    if segment < multiple or segment % multiple:
+        what = "positive" if multiple == 1 else f"a multiple of {multiple} tokens"
+        raise ValueError(f"segment must be {what}, got {segment}")
+    return ((start, min(segment, T - start)) for start in range(0, T, segment))
 
 
 def in_device_memory(x: mx.array) -> mx.array:

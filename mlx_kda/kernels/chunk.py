@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from .arguments import GateLaw, floats, integers, launch_tokens, lengths_or_full, read
+from .arguments import GateLaw, floats, integers, launches, lengths_or_full, read
 from .arguments import supported as _dims_supported
 from .sources import kernel
 
@@ -68,19 +68,15 @@ def kda_chunk(
     ok, reason = supported(p.Dk, p.Dv, p.dtype, mode)
     if not ok:
         raise ValueError(f"kda_chunk: {reason}")
-    if segment is not None and (segment < CHUNK or segment % CHUNK):
-        raise ValueError(f"segment must be a multiple of {CHUNK} tokens, got {segment}")
     S = p.initial_state(state)
     if p.empty:
         return p.no_output(), S
-    segment = segment or launch_tokens(runner)
     operand = mx.float32 if mode == "exact" else mx.float16
     prepare, scan = kernel("kda_chunk_prepare", runner), kernel("kda_chunk_scan", runner)
     ends = lengths_or_full(lengths, p.B, p.T)
     heads = p.B * p.Hv
     outputs = []
-    for start in range(0, p.T, segment):
-        count = min(segment, p.T - start)
+    for start, count in launches(p.T, segment, runner, CHUNK):
         chunks = -(-count // CHUNK)
         sizes = (2 * CHUNK * p.Dk, CHUNK * p.Dk, 384, p.Dk)
         workspace = prepare(

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from .arguments import GateLaw, floats, integers, launch_tokens, lengths_or_full, read
+from .arguments import GateLaw, floats, integers, launches, lengths_or_full, read
 from .arguments import supported as _dims_supported
 from .sources import kernel
 
@@ -44,7 +44,7 @@ def kda_recurrent(
         (o, state): [B, T, Hv, Dv] in v's dtype, [B, Hv, Dv, Dk] float32.
 
     Raises:
-        ValueError: a shape, dtype or head dimension that does not fit, named.
+        ValueError: a shape, dtype, head dimension or segment that does not fit, named.
     """
     p, decay = read(q, k, v, g, beta, scale, state, lengths, erase, law, beta_law)
     ok, reason = supported(p.Dk, p.Dv, p.dtype)
@@ -53,12 +53,10 @@ def kda_recurrent(
     S = p.initial_state(state)
     if p.empty:
         return p.no_output(), S
-    segment = segment or launch_tokens(runner)
     run = kernel("kda_recurrent", runner)
     ends = lengths_or_full(lengths, p.B, p.T)
     outputs = []
-    for start in range(0, p.T, segment):
-        count = min(segment, p.T - start)
+    for start, count in launches(p.T, segment, runner):
         o, S = run(
             inputs=[
                 *(q, k, v, *decay.arrays, S, ends),
