@@ -104,7 +104,12 @@ def _same(name: str, x: mx.array, shape: tuple[int, ...], what: str) -> None:
 
 
 def prepare(
-    scale: float, q: mx.array, k: mx.array, v: mx.array, g: mx.array | None, beta: mx.array
+    scale: float | mx.array,
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    g: mx.array | None,
+    beta: mx.array,
 ) -> tuple[mx.array, mx.array, mx.array, mx.array | None, mx.array]:
     """float32 (scale * q, k, v, a, beta), each [B, T, Hv, .], beta 1 wide; a = exp(g) or None."""
     H, Hv = q.shape[2], v.shape[2]

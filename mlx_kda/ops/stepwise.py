@@ -33,14 +33,15 @@ def run(
     if p.empty:
         return p.no_output(), S
     if p.T == 1 and lengths is None:
-        o, S = _one_token(p.scale, q, k, v, g, beta, S, p.erase)
+        scale = mx.array(p.scale)  # a number would be compiled in
+        o, S = _one_token(scale, q, k, v, g, beta, S, p.erase)
     else:
         o, S = _tokens(p.scale, q, k, v, g, beta, S, p.erase, lengths)
     return o.astype(p.dtype), S
 
 
 def _tokens(
-    scale: float,
+    scale: float | mx.array,
     q: mx.array,
     k: mx.array,
     v: mx.array,
