@@ -64,7 +64,6 @@ def test_command_writes_csv_and_json_with_the_machine(tmp_path, capsys):
 @pytest.mark.parametrize(
     "argv,word",
     [
-        (["op", "--row", "easy"], "--row is one of"),
         (["op", "--paths", "fast"], "--paths takes"),
         (["model", "nowhere"], "nowhere"),
         (["profile"], "a model's folder or a --shape"),
@@ -78,6 +77,13 @@ def test_mistakes_end_with_one_line(argv, word, capsys):
     assert main(["bench", *argv]) == 2
     err = capsys.readouterr().err.strip()
     assert word in err and "\n" not in err
+
+
+def test_the_rows_to_choose_from_are_the_oracle_s():
+    from mlx_kda import oracle
+    from mlx_kda.cli.benchmarks.kernels import ROWS
+
+    assert tuple(oracle.ROWS) == ROWS
 
 
 def test_a_file_that_is_no_benchmark_is_refused(tmp_path):

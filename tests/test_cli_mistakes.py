@@ -8,27 +8,28 @@ import pytest
 
 from mlx_kda.cli.main import COMMANDS, build_parser
 
-# Runs a command and reports what was imported meanwhile.
+# Runs commands one after the other and reports what each told and what was imported by then.
 RUN = """
-import json, sys
+import contextlib, io, json, sys
 from mlx_kda.cli.main import main
-try:
-    status = main(sys.argv[1:])
-except SystemExit as stop:
-    status = stop.code
-heavy = {"mlx", "mlx_lm", "transformers", "numpy", "tokenizers", "torch"} & set(sys.modules)
-print(json.dumps([status, sorted(heavy)]), file=sys.stderr)
+HEAVY = {"mlx", "mlx_lm", "transformers", "numpy", "tokenizers", "torch"}
+sys.stdin = io.StringIO("")
+for argv in json.loads(sys.argv[1]):
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            status = main(argv)
+        except SystemExit as stop:
+            status = stop.code
+    print(json.dumps([status, told.getvalue().splitlines(), sorted(HEAVY & set(sys.modules))]))
 """
 
 
-def attempt(*argv, cwd=None, stdin=""):
-    """(status, what it told, heavy modules imported)."""
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, *argv], cwd=cwd, input=stdin, capture_output=True, text=True
-    )
-    *told, last = done.stderr.splitlines()
-    status, heavy = json.loads(last)
-    return status, told, heavy
+def attempt(*argvs, cwd=None):
+    """For each command line (status, what it told, heavy modules imported by then)."""
+    command = [sys.executable, "-c", RUN, json.dumps(argvs)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -80,47 +81,61 @@ TAKES_MODEL = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("command", TAKES_MODEL)
-def test_a_wrong_model_is_told_at_once(here, command, model):
-    if command == "info" and model in ("weightless", "rotary"):
-        pytest.skip("info describes what cannot run")
-    status, told, heavy = attempt(command, model, *TAKES_MODEL[command], cwd=here)
-    assert status == 2 and len(told) == 1 and MODELS[model] in told[0], told
-    assert heavy == []
+def test_a_wrong_model_is_told_at_once(here):
+    tried = [
+        (command, model)
+        for command in TAKES_MODEL
+        for model in MODELS
+        # info describes what cannot run
+        if (command, model) not in (("info", "weightless"), ("info", "rotary"))
+    ]
+    argvs = [[command, model, *TAKES_MODEL[command]] for command, model in tried]
+    for argv, (status, told, heavy) in zip(argvs, attempt(*argvs, cwd=here), strict=True):
+        assert status == 2 and len(told) == 1 and MODELS[argv[1]] in told[0], (argv, told)
+        assert heavy == [], argv
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["generate", "model", "--prompt", ""], "the prompt is empty"),
-        (["generate", "model", "--prompt-file", "empty.txt"], "the prompt is empty"),
-        (["generate", "model", "--prompt-file", "latin1.txt"], "latin1.txt is not text in UTF-8"),
-        (["generate", "model", "--prompt-file", "none.txt"], "cannot read none.txt"),
-        (["generate", "model", "--prompt-file", "empty"], "cannot read empty"),
-        (["generate", "model", "--prompt", "x", "--raw", "--system", "y"], "--system needs"),
-        (["generate", "model", "--prompt", "x", "--session", "no/s"], "no folder to save it in"),
-        (["generate", "model", "--prompt", "x", "--session", "empty"], "empty is a folder"),
-        (["generate", "model", "--prompt", "x", "--session", "notes.txt"], "no session"),
-        (["generate", "model", "--prompt", "x", "--session", "short.session"], "truncated"),
-        (["chat", "model", "--resume", "none"], "none cannot be read"),
-        (["chat", "model", "--resume", "notes.txt"], "no session of mlx-kda"),
-        (["chat", "model", "--session", "no/s"], "no folder to save it in"),
-        (["plan", "model", "--context", "2000000"], "more than the model's context of 1,048,576"),
-        (["convert", "nowhere", "out"], "nowhere: no such folder"),
-        (["convert", "empty", "out"], "it has no config.json"),
-        (["verify", "nowhere"], "nowhere is no converted model"),
-        (["verify", "model", "--source", "nowhere"], "nowhere: no such folder"),
-        (["bench", "model", "nowhere"], "nowhere: no such folder"),
-        (["bench", "convert", "nowhere"], "nowhere: no such folder"),
-        (["bench", "quality", "nowhere", "--text", "notes.txt"], "nowhere: no such folder"),
-        (["bench", "plot", "none.json", "out"], "none.json"),
-    ],
-)
-def test_a_simple_mistake_is_told_at_once(here, argv, words):
-    status, told, heavy = attempt(*argv, cwd=here)
-    assert status == 2 and len(told) == 1 and words in told[0], told
-    assert heavy == []
+MISTAKES = [
+    (["generate", "model", "--prompt", ""], "the prompt is empty"),
+    (["generate", "model", "--prompt-file", "empty.txt"], "the prompt is empty"),
+    (["generate", "model", "--prompt-file", "latin1.txt"], "latin1.txt is not text in UTF-8"),
+    (["generate", "model", "--prompt-file", "none.txt"], "cannot read none.txt"),
+    (["generate", "model", "--prompt-file", "empty"], "cannot read empty"),
+    (["generate", "model", "--prompt", "x", "--raw", "--system", "y"], "--system needs"),
+    (["generate", "model", "--prompt", "x", "--session", "no/s"], "no folder to save it in"),
+    (["generate", "model", "--prompt", "x", "--session", "empty"], "empty is a folder"),
+    (["generate", "model", "--prompt", "x", "--session", "notes.txt"], "no session"),
+    (["generate", "model", "--prompt", "x", "--session", "short.session"], "truncated"),
+    (["chat", "model", "--resume", "none"], "none cannot be read"),
+    (["chat", "model", "--resume", "notes.txt"], "no session of mlx-kda"),
+    (["chat", "model", "--session", "no/s"], "no folder to save it in"),
+    (["plan", "model", "--context", "2000000"], "more than the model's context of 1,048,576"),
+    (["convert", "nowhere", "out"], "nowhere: no such folder"),
+    (["convert", "empty", "out"], "it has no config.json"),
+    (["verify", "nowhere"], "nowhere is no converted model"),
+    (["verify", "model", "--source", "nowhere"], "nowhere: no such folder"),
+    (["bench", "model", "nowhere"], "nowhere: no such folder"),
+    (["bench", "convert", "nowhere"], "nowhere: no such folder"),
+    (["bench", "quality", "nowhere", "--text", "notes.txt"], "nowhere: no such folder"),
+    (["bench", "plot", "none.json", "out"], "none.json"),
+    (["bench", "op", "--row", "odd"], "invalid choice: 'odd'"),
+    (["bench", "dance"], "invalid choice: 'dance'"),
+    (["bench", "constant", "model", "--text", "notes.txt"], "layers that are not KDA"),
+    (["chat", "model", "--policy", "most"], "'most' is not one of: exact, window:N"),
+    (["plan", "model", "--policy", "window:0"], "a window holds at least 1 token"),
+    (["doctor", "--runner", "abacus"], "invalid choice: 'abacus'"),
+    (["convert", "model", "out", "--dtype", "int8"], "invalid choice: 'int8'"),
+    (["generate", "model", "--prompt", "x", "--top-p", "2"], "between 0 and 1"),
+    (["frobnicate"], "invalid choice: 'frobnicate'"),
+]
+
+
+def test_a_simple_mistake_is_told_at_once(here):
+    argvs = [argv for argv, _ in MISTAKES]
+    found = attempt(*argvs, cwd=here)
+    for (argv, words), (status, told, heavy) in zip(MISTAKES, found, strict=True):
+        assert status == 2 and len(told) == 1 and words in told[0], (argv, told)
+        assert heavy == [], argv
 
 
 SAMPLING = ["--max-tokens", "--temp", "--top-p", "--top-k", "--min-p", "--repetition-penalty"]
@@ -183,12 +198,12 @@ def test_an_argument_that_is_no_utf8_is_one_line(capfd):
     )
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["--version"], *([c, "--help"] for c in COMMANDS)])
-def test_help_and_version_import_nothing_heavy(argv):
-    assert attempt(*argv) == (0, [], [])
+def test_help_and_version_import_nothing_heavy():
+    argvs = [["--help"], ["--version"], *([command, "--help"] for command in COMMANDS)]
+    assert attempt(*argvs) == [[0, [], []]] * len(argvs)
 
 
 def test_info_of_an_unknown_model_type_is_a_mistake(here):
     """It used to describe the folder and to exit with 0."""
-    status, told, _ = attempt("info", "other", "--json", cwd=here)
+    ((status, told, _),) = attempt(["info", "other", "--json"], cwd=here)
     assert status == 2 and len(told) == 1

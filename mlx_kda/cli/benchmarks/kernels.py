@@ -5,6 +5,8 @@ import argparse
 from mlx_kda.cli import parsing
 from mlx_kda.cli.benchmarks.kind import MOST, Benchmark, Rows, columns, timed
 
+ROWS = ("random", "repeated", "collinear", "deep", "mixed")  # of mlx_kda.oracle
+
 
 def _op_arguments(parser: argparse.ArgumentParser) -> None:
     timed(parser)
@@ -42,18 +44,17 @@ def _op_arguments(parser: argparse.ArgumentParser) -> None:
         default="float32",
         help="of the activations (default: float32)",
     )
-    parser.add_argument("--row", default="random", help="kind of inputs (default: random)")
+    parser.add_argument(
+        "--row", choices=ROWS, default="random", help="kind of inputs (default: random)"
+    )
     parser.add_argument("--paths", default="auto", help="ours to run (default: auto)")
 
 
 def _op_rows(args: argparse.Namespace) -> Rows:
-    from mlx_kda import oracle
     from mlx_kda.bench import op
     from mlx_kda.errors import UserError
     from mlx_kda.ops import PATHS
 
-    if args.row not in oracle.ROWS:
-        raise UserError(f"--row is one of {', '.join(oracle.ROWS)}, got {args.row!r}")
     paths = args.paths.split(",")
     unknown = [path for path in paths if path not in PATHS]
     if unknown:
