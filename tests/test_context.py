@@ -11,7 +11,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import ArraysCache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from mlx_kda.context import Context, NonFiniteLogits
+from mlx_kda.context import CPU_STEP, GPU_STEP, Context, NonFiniteLogits, prefill_step
 from mlx_kda.errors import UserError
 
 IDS = [(7 * i * i + 3 * i) % VOCABULARY for i in range(41)]
@@ -108,6 +108,21 @@ def test_c11_every_array_is_evaluated_every_step(model, tmp_path):
         mx.export_to_dot(str(tmp_path / "graph.dot"), *arrays)
         # an evaluated array is a node without a primitive that made it
         assert "->" not in (tmp_path / "graph.dot").read_text()
+
+
+def test_default_steps_are_short_on_a_cpu_and_long_on_a_gpu(model, monkeypatch):
+    """A wish to stop waits for one step; both read the same."""
+    assert prefill_step() == CPU_STEP
+    seen = []
+    whole, split = Context(model), Context(model)
+    split.prefill(IDS * 5, progress=lambda done, total: seen.append(done))
+    whole.prefill(IDS * 5, step=1000)
+    assert seen == [0, 64, 128, 192, 205]
+    limit = 2e-6 * mx.abs(whole.logits).max()
+    assert difference(whole.logits, split.logits) < limit
+    assert list(whole.decode(8)) == list(split.decode(8))
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    assert prefill_step() == GPU_STEP == 2048
 
 
 class Counting(nn.Module):
