@@ -18,24 +18,17 @@ from mlx_kda.forward import (
     checked_ids,
     context_limit,
     last_logits,
+    prefill_step,
     takes_last_only,
 )
 from mlx_kda.history import History
 from mlx_kda.sampling import LogitsProcessor, Sampler, Sampling
 
-# Tokens of a prompt read at a time. A wish to stop waits for one step: on a CPU, where long steps
-# are hardly faster, they are short.
-GPU_STEP, CPU_STEP = 2048, 64
 # Every so many decoded tokens MLX's cache of free buffers is emptied, so that buffers of
 # lengths that will not come again (attention over a growing cache) do not pile up.
 CLEAR_EVERY = 256
 
 Progress = Callable[[int, int], None]
-
-
-def prefill_step() -> int:
-    """Tokens of a prompt that are read at a time by default, on MLX's device now."""
-    return CPU_STEP if mx.default_device().type == mx.DeviceType.cpu else GPU_STEP
 
 
 class Context:

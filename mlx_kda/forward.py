@@ -11,9 +11,18 @@ import mlx.nn as nn
 
 from mlx_kda.errors import UserError
 
+# Tokens of a prompt read at a time. A wish to stop waits for one step: on a CPU, where long steps
+# are hardly faster, they are short.
+GPU_STEP, CPU_STEP = 2048, 64
+
 
 class NonFiniteLogits(UserError):
     """The model's logits hold NaN or infinity: the weights or the state are spoilt."""
+
+
+def prefill_step() -> int:
+    """Tokens of a prompt that are read at a time by default, on MLX's device now."""
+    return CPU_STEP if mx.default_device().type == mx.DeviceType.cpu else GPU_STEP
 
 
 def context_limit(model: nn.Module) -> int | None:

@@ -10,9 +10,9 @@ import mlx.core as mx
 
 from mlx_kda.cache import Policy
 from mlx_kda.cache.report import describe
-from mlx_kda.context import prefill_step
+from mlx_kda.cache.rows import WORKSPACE
 from mlx_kda.errors import UserError
-from mlx_kda.layers.mla import WORKSPACE
+from mlx_kda.forward import prefill_step
 from mlx_kda.models.hybrid_config import KDA, MLA, MOE, HybridConfig
 from mlx_kda.words import size as words
 

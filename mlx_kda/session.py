@@ -11,8 +11,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_kda.cache import Policy, files, marks
-from mlx_kda.cache.checkpoints import DEFAULT_BUDGET, Checkpoint
+from mlx_kda.cache import DEFAULT_BUDGET, Policy, files, marks
+from mlx_kda.cache.checkpoints import Checkpoint
 from mlx_kda.cache.report import LayerReport, report
 from mlx_kda.context import Context, Progress
 from mlx_kda.errors import CheckpointError, UserError

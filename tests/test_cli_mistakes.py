@@ -203,6 +203,14 @@ def test_help_and_version_import_nothing_heavy():
     assert attempt(*argvs) == [[0, [], []]] * len(argvs)
 
 
+@pytest.mark.parametrize("command", [["info"], ["plan", "--context", "64"]])
+def test_what_reads_headers_only_needs_no_transformers(tiny_mlx, command):
+    """A second or more of imports, which mlx-lm brings along."""
+    ((status, told, heavy),) = attempt([command[0], str(tiny_mlx), *command[1:]])
+    assert status == 0 and told == []
+    assert not {"mlx_lm", "transformers"} & set(heavy)
+
+
 def test_info_of_an_unknown_model_type_is_a_mistake(here):
     """It used to describe the folder and to exit with 0."""
     ((status, told, _),) = attempt(["info", "other", "--json"], cwd=here)

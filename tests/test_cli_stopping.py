@@ -15,8 +15,9 @@ from mlx_kda.cli.keeping import Keeper
 from mlx_kda.cli.options import sampling_options
 from mlx_kda.cli.stopping import WAITING, stopping
 from mlx_kda.cli.talk import Talk
-from mlx_kda.context import CPU_STEP, Context
+from mlx_kda.context import Context
 from mlx_kda.errors import UserError
+from mlx_kda.forward import CPU_STEP
 from mlx_kda.session import Session
 
 # The program, whose steps (or whose saving) last as long as nobody waits for: the main thread is in

@@ -11,8 +11,9 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import ArraysCache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from mlx_kda.context import CPU_STEP, GPU_STEP, Context, NonFiniteLogits, prefill_step
+from mlx_kda.context import Context, NonFiniteLogits
 from mlx_kda.errors import UserError
+from mlx_kda.forward import CPU_STEP, GPU_STEP, prefill_step
 
 IDS = [(7 * i * i + 3 * i) % VOCABULARY for i in range(41)]
 

@@ -7,8 +7,9 @@ import importlib
 from typing import Any
 
 _HOMES = {"LatentCache": "latents", "Policy": "policy", "make_cache": "making"}
+DEFAULT_BUDGET = 2**30  # bytes of the checkpoints that a session takes by itself
 
-__all__ = ["LatentCache", "Policy", "make_cache"]
+__all__ = ["DEFAULT_BUDGET", "LatentCache", "Policy", "make_cache"]
 
 
 def __getattr__(name: str) -> Any:

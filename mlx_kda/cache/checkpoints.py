@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from . import DEFAULT_BUDGET
 from .marks import Mark, nbytes
 
-DEFAULT_BUDGET = 2**30
 NEWEST_KEPT = 2  # automatic ones that thinning leaves alone: the last turn's
 
 

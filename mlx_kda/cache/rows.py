@@ -5,6 +5,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 Arrays = tuple[mx.array, ...]
+# Bytes that one block of expanded keys and values, or of scores, may take. Longer contexts are
+# worked through in blocks of heads and of query rows.
+WORKSPACE = 64 * 2**20
 
 
 @dataclass(frozen=True)

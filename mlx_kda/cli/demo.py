@@ -171,7 +171,7 @@ def _find_key(model: Any, tokenizer: Any, policy: str, tokens: int) -> "tuple[Se
 
 def _step() -> int:
     """Tokens of the long text read at a time: few enough for its progress to be seen."""
-    from mlx_kda.context import prefill_step
+    from mlx_kda.forward import prefill_step
 
     return min(SHOWN, prefill_step())
 

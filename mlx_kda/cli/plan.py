@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         loading.check_context(config, args.context)
 
     from mlx_kda import plan
-    from mlx_kda.context import prefill_step
+    from mlx_kda.forward import prefill_step
 
     if args.prefill_step is None:
         args.prefill_step = prefill_step()
@@ -74,7 +74,7 @@ def _print(args: argparse.Namespace, dtype: str, memory: Any, needs: list[Any]) 
     from rich.console import Console
     from rich.table import Table
 
-    from mlx_kda.cache.checkpoints import DEFAULT_BUDGET
+    from mlx_kda.cache import DEFAULT_BUDGET
 
     table = Table(box=None, pad_edge=False, padding=(0, 2))
     table.add_column("policy")

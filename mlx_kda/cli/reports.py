@@ -74,7 +74,7 @@ def kda_paths(config: Any, dtype: str, prompt: int | None = None) -> dict[str, s
     import mlx.core as mx
 
     import mlx_kda
-    from mlx_kda.context import prefill_step
+    from mlx_kda.forward import prefill_step
     from mlx_kda.kernels import resolve
     from mlx_kda.kernels.layer import choose
 

@@ -7,14 +7,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 
-from ..cache.rows import Arrays, Causal, Packing, Part, Seen
+from ..cache.rows import WORKSPACE, Arrays, Causal, Packing, Part, Seen
 from . import blas_layout
 from .norm import RMSNorm
 from .softmax import RunningSoftmax
 
-# Bytes that one block of expanded keys and values, or of scores, may take. Longer contexts are
-# worked through in blocks of heads and of query rows.
-WORKSPACE = 64 * 2**20
 # Rows of packed latents that are unpacked at a time.
 UNPACKED = 1024
 # Rows of queries that the CPU takes at a time: it computes what a mask hides, so that short blocks,
