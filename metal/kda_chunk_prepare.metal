@@ -98,6 +98,7 @@ for (int base = 0; base < Dk; base += W) {
   const int block = tid / W;  // 2 and 3 are idle where W is 32
   float k_c[8];
   float q_c[8];
+  float g_c[8];
   float prefix[8];
   float suffix[8];
   if (block < 2) {
@@ -109,18 +110,18 @@ for (int base = 0; base < Dk; base += W) {
       const size_t at = size_t(b) * T + first + clamp(block * 8 + i, 0, max(valid - 1, 0));
       k_c[i] = float(k[(at * H + h) * Dk + channel]);
       q_c[i] = float(q[(at * H + h) * Dk + channel]);
-      suffix[i] = 0.0f;
+      g_c[i] = 0.0f;
       if (GATE == KDA_GATE_HEAD) {
-        suffix[i] = float(g[at * Hv + hv]);
+        g_c[i] = float(g[at * Hv + hv]);
       } else if (GATE != KDA_GATE_NONE) {
-        suffix[i] = float(g[(at * Hv + hv) * Dk + channel]);
+        g_c[i] = float(g[(at * Hv + hv) * Dk + channel]);
       }
     }
     float product = 1.0f;
     KDA_UNROLL
     for (int i = 0; i < 8; ++i) {
       const int t = block * 8 + i;
-      const float given = kda_decay<GATE>(suffix[i], rate, bias, bound);
+      const float given = kda_decay<GATE>(g_c[i], rate, bias, bound);
       const float decay_t = t < valid ? given : 1.0f;
       k_c[i] = t < valid ? k_c[i] : 0.0f;
       q_c[i] = t < valid ? scale * q_c[i] : 0.0f;
@@ -273,7 +274,8 @@ threadgroup_barrier(mem_flags::mem_threadgroup);
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
 if (tid < KDA_CHUNK) {
-  // Lane = one column of the inverse: x_i = [i = column] - sum_(m < i) A_im x_m.
+  // Thread = one column of the inverse: x_i = [i = column] - sum_(m < i) A_im x_m in its own block;
+  // a column of block 0 goes on through the rows of block 1, as y.
   const int block = tid / 8;
   const int column = tid % 8;
   float x[8];
