@@ -3,8 +3,10 @@
 import mlx.core as mx
 import pytest
 from helpers.scripted import Scripted
+from helpers.tiny import difference
 from helpers.tiny_checkpoint import SPECIAL_IDS as S
 from helpers.tiny_checkpoint import VOCABULARY, write_checkpoint
+from tolerances import MODEL_LONG
 
 import mlx_kda
 from mlx_kda.context import Context
@@ -59,7 +61,7 @@ def test_c7_later_turns_read_new_tokens_only(tiny_model):
         assert statistics.prefilled_tokens == len(expected) - before
         fresh = cold(model, expected)
         assert list(fresh.decode(12))[: len(said)] == said
-        assert mx.abs(fresh.logits - session.context.logits).max() < 1e-5
+        assert difference(fresh.logits, session.context.logits) < MODEL_LONG
         # an answer cut at max_tokens is closed by the template when the talk goes on
         expected += said if said[-1] == END else [*said, END]
     assert [m["role"] for m in session.messages] == ["system"] + ["user", "assistant"] * 3
@@ -229,8 +231,8 @@ def test_c7_turn_two_of_a_long_conversation(roomy, policy):
         context.prefill(ids)
         return context.logits
 
-    limit = 2e-3 if policy == "int8" else 1e-5
-    assert mx.abs(session.context.logits - logits(session.tokens)).max() < limit
+    limit = 4e-4 if policy == "int8" else MODEL_LONG
+    assert difference(session.context.logits, logits(session.tokens)) < limit
     assert mx.abs(session.context.logits).max() > 1
 
     # edit the last message: back to the end of the answer before it
@@ -279,7 +281,7 @@ def test_a_fork_and_its_origin_go_their_own_ways(roomy):
     assert [m["content"] for m in fork.messages[2::2]] == ["three"]
     assert [m["content"] for m in session.messages[2::2]] == ["two"]
     for one in (session, fork):
-        assert mx.abs(cold(model, one.tokens).logits - one.context.logits).max() < 1e-5
+        assert difference(cold(model, one.tokens).logits, one.context.logits) < MODEL_LONG
     fork.undo()
     assert turn(fork, "two")[0] == told
 
@@ -297,7 +299,7 @@ def test_checkpoints_of_a_session(roomy):
     assert [piece.token for piece in session.generate(8)] == first
     session.rewind(700)
     assert session.tokens == ids[:700]
-    assert mx.abs(cold(model, ids[:700]).logits - session.context.logits).max() < 1e-5
+    assert difference(cold(model, ids[:700]).logits, session.context.logits) < MODEL_LONG
     with pytest.raises(UserError, match="1,500 tokens"):
         session.rewind(mine)
 
@@ -312,7 +314,7 @@ def test_rewinding_into_a_conversation_forgets_its_later_messages(roomy):
     assert [m["role"] for m in session.messages] == ["system", "user", "assistant"]
     _, statistics = turn(session, "three")
     assert statistics.reused_tokens == place.offset
-    assert mx.abs(cold(model, session.tokens).logits - session.context.logits).max() < 1e-5
+    assert difference(cold(model, session.tokens).logits, session.context.logits) < MODEL_LONG
 
 
 def test_text_goes_on_as_stream_generate_does(roomy):
@@ -334,7 +336,7 @@ def test_another_system_message_is_read_and_the_talk_kept(roomy):
     _, statistics = turn(session, "two")
     assert session.messages[0]["content"] == "be long" and len(session.messages) == 5
     assert statistics.prefilled_tokens > 20
-    assert mx.abs(cold(model, session.tokens).logits - session.context.logits).max() < 1e-5
+    assert difference(cold(model, session.tokens).logits, session.context.logits) < MODEL_LONG
 
 
 def test_layers_say_what_was_asked_and_what_is_in_force(roomy):
