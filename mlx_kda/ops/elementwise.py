@@ -40,21 +40,21 @@ def exp(x: mx.array) -> mx.array:
 def sigmoid(x: mx.array) -> mx.array:
     if not _on_cpu(x):
         return mx.sigmoid(x)
-    return _long_sigmoid(x) if x.size >= _LONG else _short_sigmoid(x)
+    return _sigmoid_of(_long_exp(-x)) if x.size >= _LONG else _short_sigmoid(x)
 
 
 def softplus(x: mx.array) -> mx.array:
     """``log(1 + exp(x))``"""
     if not _on_cpu(x):
         return nn.softplus(x)
-    return _long_softplus(x) if x.size >= _LONG else _short_softplus(x)
+    return _softplus_of(x, _long_exp(-mx.abs(x))) if x.size >= _LONG else _short_softplus(x)
 
 
 def gated(x: mx.array, z: mx.array) -> mx.array:
     """``x * sigmoid(z)``, of one shape and dtype."""
     if not _on_cpu(x):
         return _mlx_gated(x, z)
-    return _long_gated(x, z) if x.size >= _LONG else _short_gated(x, z)
+    return _gated_by(x, _long_exp(-z)) if x.size >= _LONG else _short_gated(x, z)
 
 
 def silu(x: mx.array) -> mx.array:
@@ -66,7 +66,9 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     """``silu(gate) * x``"""
     if not _on_cpu(gate):
         return _mlx_swiglu(gate, x)
-    return _long_swiglu(gate, x) if gate.size >= _LONG else _short_swiglu(gate, x)
+    if gate.size >= _LONG:
+        return _swiglu_of(gate, x, _long_exp(-gate))
+    return _short_swiglu(gate, x)
 
 
 def _on_cpu(x: mx.array) -> bool:
@@ -102,7 +104,8 @@ def _short_swiglu(gate: mx.array, x: mx.array) -> mx.array:
     return gate / (2 + mx.expm1(-gate)) * x
 
 
-def _exp_of(x: mx.array) -> mx.array:
+@mx.compile  # for each shape: MLX has no shapeless form of seeing bits as a number
+def _long_exp(x: mx.array) -> mx.array:
     x = mx.clip(x, -88.0, 89.0)
     n = mx.stop_gradient((x * (1 / math.log(2)) + _ROUNDER) - _ROUNDER)
     r = x - n * _LN2[0] - n * _LN2[1]
@@ -113,18 +116,16 @@ def _exp_of(x: mx.array) -> mx.array:
     return power * mx.stop_gradient(bits.view(mx.float32))
 
 
-# Compiled for each shape: MLX has no shapeless form of seeing bits as a number.
-_long_exp = mx.compile(_exp_of)
+# The rest of the long forms, from u = exp(-z) or exp(-|x|).
 
 
-@mx.compile
-def _long_sigmoid(x: mx.array) -> mx.array:
-    return 1 / (1 + _exp_of(-x))
+@_fused
+def _sigmoid_of(u: mx.array) -> mx.array:
+    return 1 / (1 + u)
 
 
-@mx.compile
-def _long_softplus(x: mx.array) -> mx.array:
-    u = _exp_of(-mx.abs(x))
+@_fused
+def _softplus_of(x: mx.array, u: mx.array) -> mx.array:
     s = u / (2 + u)
     square, series = s * s, 1 / 15
     for i in range(13, 0, -2):
@@ -132,14 +133,14 @@ def _long_softplus(x: mx.array) -> mx.array:
     return mx.maximum(x, 0) + 2 * s * series
 
 
-@mx.compile
-def _long_gated(x: mx.array, z: mx.array) -> mx.array:
-    return x / (1 + _exp_of(-z))
+@_fused
+def _gated_by(x: mx.array, u: mx.array) -> mx.array:
+    return x / (1 + u)
 
 
-@mx.compile
-def _long_swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    return gate / (1 + _exp_of(-gate)) * x
+@_fused
+def _swiglu_of(gate: mx.array, x: mx.array, u: mx.array) -> mx.array:
+    return gate / (1 + u) * x
 
 
 @_fused
