@@ -32,7 +32,7 @@ class Keeper:
         """Save now. Raises UserError where that cannot be."""
         if self.path is None:
             return
-        if self._stamp() != self._seen:
+        if self._stamp() not in (None, self._seen):
             other = self._beside()
             note(f"{self.path} was written by another program meanwhile: this is kept as {other}")
             self.path = other
