@@ -235,8 +235,18 @@ def test_mistakes_end_with_one_line(tiny_hf, tmp_path, capsys, content, recipes,
 
 def test_the_page_comes_from_the_record():
     module = train_script("quality")
-    record = json.loads((TRAIN / "quality.json").read_text())
-    assert module.PAGE.read_text(encoding="utf-8") == module.page(record)
+    assert module.PAGE.read_text(encoding="utf-8") == module.page(*module.records())
+
+
+def test_the_record_has_no_budget_that_is_worse_than_uniform_bits():
+    """At 3, 4, 5 and 6 bits, on the model of the weights and on another."""
+    module = train_script("quality")
+    for record in module.records():
+        pairs = module.of_one_size({row["recipe"]: row for row in record["rows"]})
+        assert [uniform["recipe"] for uniform, _ in pairs] == ["q6", "q5", "q4", "q3"]
+        for uniform, chosen in pairs:
+            assert chosen["bits_per_weight"] <= uniform["bits_per_weight"]
+            assert chosen["divergence"] < 0.75 * uniform["divergence"]
 
 
 def test_the_readme_says_what_the_page_says():
