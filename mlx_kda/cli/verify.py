@@ -1,6 +1,6 @@
 """Check a converted folder, and with --source compare its weights and logits with the source's.
 
-The source is streamed layer by layer, so it need not fit the memory. Exit status 1 where a bound
+Both are streamed, an expert at a time, so they need not fit the memory. Exit status 1 where a bound
 is passed.
 """
 
