@@ -11,14 +11,23 @@ from pathlib import Path
 import cuda_check
 import mlx.core as mx
 import pytest
-from helpers import on_cuda, plain_cuda, sanitizer
+from helpers import layer64, on_cuda, plain_cuda, sanitizer
+from helpers.kernels import parameters
 
 from mlx_kda.bench.shipped import mlx_lm_call, mlx_lm_gated_delta
 from mlx_kda.errors import UserError
-from mlx_kda.kernels import metal_kernel
-from mlx_kda.kernels.chunk import kda_chunk
+from mlx_kda.kernels import (
+    chunk,
+    decode,
+    epilogue,
+    metal_kernel,
+    prologue,
+    recurrent,
+    route,
+)
 from mlx_kda.kernels.cuda.header import build, device_functions
-from mlx_kda.kernels.sources import kernel
+from mlx_kda.kernels.layer import warm_up
+from mlx_kda.kernels.sources import MOE_SOURCES, SOURCES, kernel
 
 HEADER = """
 template <typename T>
@@ -199,25 +208,40 @@ def test_mlx_lm_kernel_compiles_for_cuda():
     assert compile_cuda(kernel, inputs, call["output_dtypes"], call["template"]) == ""
 
 
-@needs_nvrtc
-@pytest.mark.parametrize("mode", ["exact", "half"])
-def test_the_matrix_kernels_compile_for_cuda(mode, monkeypatch):
-    """Prepare and scan; the recurrent kernel has nothing that the one above lacks."""
-    built = []
+@pytest.fixture
+def compiled(monkeypatch):
+    """{kernel: what NVRTC said at its first call}; the calls return zeros."""
+    said = {}
 
-    def compiled(name, runner):
+    def stand_in(name, runner):
         def call(*, inputs, output_dtypes, template, output_shapes, **_):
-            built.append(
-                (name, compile_cuda(kernel(name, "cuda"), inputs, output_dtypes, template))
-            )
+            if name not in said:
+                said[name] = compile_cuda(kernel(name, runner), inputs, output_dtypes, template)
             return [mx.zeros(s, t) for s, t in zip(output_shapes, output_dtypes, strict=True)]
 
         return call
 
-    monkeypatch.setattr("mlx_kda.kernels.chunk.kernel", compiled)
+    for module in (chunk, decode, epilogue, prologue, recurrent, route):
+        monkeypatch.setattr(module, "kernel", stand_in)
+    return said
+
+
+@needs_nvrtc
+def test_every_kernel_compiles_for_cuda(compiled):
+    """A layer's lengths, one after the other, and the router."""
+    layer = layer64.make(B=1, T=1, H=1, Dk=64, Dv=32)
+    warm_up([parameters(layer)], mx.bfloat16, runner="cuda")
+    route.moe_route(
+        mx.zeros((1, 64)), mx.zeros(64), top_k=4, groups=8, kept_groups=2, runner="cuda"
+    )
+    assert compiled == dict.fromkeys([*SOURCES, *MOE_SOURCES], "")
+
+
+@needs_nvrtc
+def test_half_mode_compiles_for_cuda(compiled):
     q, g = mx.zeros((1, 16, 1, 64), mx.bfloat16), mx.zeros((1, 16, 1, 64))
-    kda_chunk(q, q, q, g, mx.zeros((1, 16, 1)), mode=mode, runner="cuda")
-    assert built == [("kda_chunk_prepare", ""), ("kda_chunk_scan", "")]
+    chunk.kda_chunk(q, q, q, g, mx.zeros((1, 16, 1)), mode="half", runner="cuda")
+    assert compiled == {"kda_chunk_prepare": "", "kda_chunk_scan": ""}
 
 
 @needs_nvrtc

@@ -4,27 +4,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers import layer64, oracle
-from helpers.kernels import f32, law, memory, numpy, rounded
+from helpers.kernels import f32, memory, numpy, parameters, rounded
 from tolerances import OP_FLOAT32, ROUNDED_ONCE, SPLIT
 
-from mlx_kda.kernels.layer import SHORT, Parameters, choose, empty_memory, mix, warm_up
+from mlx_kda.kernels.layer import SHORT, choose, empty_memory, mix, warm_up
 from mlx_kda.kernels.sources import SOURCES, kernel
-
-
-def parameters(layer, dtype="float32"):
-    kind = getattr(mx, dtype)
-    Hv, Dk = layer.a.shape[2:]
-    return Parameters(
-        layer.H,
-        Hv,
-        Dk,
-        layer.z.shape[-1],
-        tuple(f32(t).astype(kind)[..., None] for t in layer.taps),
-        law(layer),
-        f32(layer.weight),
-        layer.eps,
-        layer.beta_law,
-    )
 
 
 def call(layer, mem, start=0, stop=None, dtype="float32", runner="emulator-fast", **options):

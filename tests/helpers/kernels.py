@@ -7,6 +7,7 @@ from helpers import layer64, oracle
 from mlx_kda.kernels.arguments import GateLaw
 from mlx_kda.kernels.chunk import kda_chunk
 from mlx_kda.kernels.decode import Memory, kda_decode
+from mlx_kda.kernels.layer import Parameters
 from mlx_kda.kernels.recurrent import kda_recurrent
 
 OPS = {"recurrent": kda_recurrent, "chunk": kda_chunk}
@@ -52,6 +53,22 @@ def f32(x) -> mx.array:
 def memory(layer: layer64.Layer, dtype="float32") -> Memory:
     kind = getattr(mx, dtype)
     return Memory(*(f32(w).astype(kind) for w in layer.windows), f32(layer.state))
+
+
+def parameters(layer: layer64.Layer, dtype="float32") -> Parameters:
+    kind = getattr(mx, dtype)
+    Hv, Dk = layer.a.shape[2:]
+    return Parameters(
+        layer.H,
+        Hv,
+        Dk,
+        layer.z.shape[-1],
+        tuple(f32(t).astype(kind)[..., None] for t in layer.taps),
+        law(layer),
+        f32(layer.weight),
+        layer.eps,
+        layer.beta_law,
+    )
 
 
 def step(layer: layer64.Layer, mem: Memory, start=0, stop=None, dtype="float32", **options):
