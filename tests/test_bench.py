@@ -6,7 +6,9 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from helpers.tiny import tiny_model
+from helpers.tiny import difference, tiny_config, tiny_model, tiny_weights, tokens, write_model
+from mlx.utils import tree_flatten
+from tolerances import STOCK
 
 from mlx_kda.bench import graph, op, profile, profile_tables, report, results, shapes, timing
 from mlx_kda.cli.main import build_parser, main
@@ -216,3 +218,25 @@ def test_a_page_takes_the_profile_of_another_machine(tmp_path, profile_rows):
     results.save(tmp_path, "op", about, profile_rows)
     with pytest.raises(UserError, match="bench op, not of bench profile"):
         report._recorded_profile(tmp_path / "op.json")
+
+
+def test_every_model_prefills_to_the_same_logits_and_ours_asks_for_fewer_launches(tmp_path):
+    """mlx-lm leaves the head out until its last token, ours computes it for that one alone."""
+    config = tiny_config()
+    folder = write_model(tmp_path / "m", config, tiny_weights(config))
+    models = bench_model._models(folder)
+    assert list(models) == ["ours", "mlx-lm", "mlx-lm, our layout of weights"]
+    prompt = tokens(24)
+    want = models["ours"](prompt)[:, -1]
+    for each in models.values():
+        assert difference(bench_model._absorb(each, prompt, each.make_cache()), want) < STOCK
+
+    rows = list(bench_model.run(folder, [24], decode=2, samples=3, budget=1))
+    assert [(r["phase"], r["candidate"]) for r in rows] == [
+        (phase, name) for phase in ("prefill", "decode") for name in models
+    ]
+    launches = {r["candidate"]: r["launches"] for r in rows if r["phase"] == "decode"}
+    assert launches["ours"] < 0.8 * launches["mlx-lm"]
+    assert launches["mlx-lm"] == launches["mlx-lm, our layout of weights"]
+    weights = sum(w.nbytes for _, w in tree_flatten(models["ours"].parameters())) / 1e6
+    assert all(weights < r["peak_mb"] < 2 * weights + 10 for r in rows)
