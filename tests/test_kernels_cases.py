@@ -3,10 +3,11 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import layer64, oracle
+from helpers import layer64
 from helpers.kernels import OPS, as_dtype, f32, law, numpy, rounded, run
 from tolerances import OP_FLOAT32, OP_LONG, ROUNDED_ONCE, SPLIT
 
+from mlx_kda import oracle
 from mlx_kda.kernels.arguments import GateLaw
 from mlx_kda.kernels.chunk import supported
 from mlx_kda.kernels.sources import SOURCES, kernel

@@ -5,9 +5,10 @@ Cycles are a model of one GPU core (`mlx_kda.kernels.counts`), not a measurement
 
 import mlx.core as mx
 import pytest
-from helpers import layer64, oracle
+from helpers import layer64
 from helpers.kernels import as_dtype, memory, rounded, run, step
 
+from mlx_kda import oracle
 from mlx_kda.bench.shipped import mlx_lm_call, mlx_lm_gated_delta
 from mlx_kda.kernels import metal_kernel
 from mlx_kda.kernels.counts import Counts, counting

@@ -5,10 +5,11 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import layer64, oracle
+from helpers import layer64
 from helpers.kernels import f32, memory, numpy, rounded, step
 from tolerances import OP_FLOAT32, ROUNDED_ONCE, SPLIT
 
+from mlx_kda import oracle
 from mlx_kda.kernels.decode import (
     Memory,
     after,

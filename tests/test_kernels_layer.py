@@ -3,10 +3,11 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import layer64, oracle
+from helpers import layer64
 from helpers.kernels import f32, memory, numpy, parameters, rounded
 from tolerances import OP_FLOAT32, ROUNDED_ONCE, SPLIT
 
+from mlx_kda import oracle
 from mlx_kda.kernels.layer import SHORT, choose, empty_memory, mix, warm_up
 from mlx_kda.kernels.sources import SOURCES, kernel
 

@@ -6,7 +6,6 @@ Everything runs in the checked emulator, which also reports races, stray accesse
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import oracle
 from helpers.kernels import as_dtype, f32, numpy, rounded, run
 from tolerances import (
     CHUNK_OVER_SEQUENTIAL,
@@ -16,6 +15,7 @@ from tolerances import (
     ROUNDED_ONCE,
 )
 
+from mlx_kda import oracle
 from mlx_kda.kernels.arguments import floats, integers, unused
 from mlx_kda.kernels.sources import kernel
 

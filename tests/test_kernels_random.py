@@ -4,11 +4,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from helpers import oracle
 from helpers.kernels import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerances import CHUNK_OVER_SEQUENTIAL, OP_FLOAT32
+
+from mlx_kda import oracle
 
 Dk, Dv = 64, 32
 

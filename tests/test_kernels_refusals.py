@@ -2,9 +2,9 @@
 
 import mlx.core as mx
 import pytest
-from helpers import oracle
 from helpers.kernels import OPS
 
+from mlx_kda import oracle
 from mlx_kda.kernels.arguments import GateLaw, launches
 from mlx_kda.kernels.chunk import kda_chunk
 

@@ -6,10 +6,11 @@ A covering set, not the product: each value of each choice appears, in the check
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import layer64, oracle
+from helpers import layer64
 from helpers.kernels import OPS, f32, law, numpy, rounded
 from tolerances import CHUNK_OVER_SEQUENTIAL, HALF_OVER_ROUNDING, OP_FLOAT32, ROUNDED_ONCE
 
+from mlx_kda import oracle
 from mlx_kda.kernels.arguments import DIMS
 
 DTYPES = ("bfloat16", "float16", "float32")

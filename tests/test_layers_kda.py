@@ -3,12 +3,12 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.oracle import recurrence
 from helpers.tiny import difference
 from mlx_lm.models.cache import ArraysCache
 from tolerances import LAYER_FLOAT32
 
 from mlx_kda.layers import KimiDeltaAttention, Padding
+from mlx_kda.oracle import recurrence
 
 HIDDEN, HEADS, D = 40, 3, 16
 

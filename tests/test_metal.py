@@ -6,11 +6,10 @@ Skipped elsewhere. The rest of the suite computes on the CPU on every machine.
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import oracle
 from helpers.tiny import difference, tiny_model, tokens
 from tolerances import CHUNK_OVER_SEQUENTIAL, LAYER_FLOAT32
 
-from mlx_kda import doctor, kda
+from mlx_kda import doctor, kda, oracle
 from mlx_kda.layers import KimiDeltaAttention, MoE
 
 RUNNER = "metal"

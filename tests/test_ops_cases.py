@@ -5,9 +5,9 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import oracle
 from tolerances import OP_FLOAT32, OP_LONG
 
+from mlx_kda import oracle
 from mlx_kda.ops import (
     bounded_gate,
     explain,

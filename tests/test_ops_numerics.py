@@ -5,9 +5,9 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import oracle
 from tolerances import CHUNK_OVER_SEQUENTIAL, OP_FLOAT32, OP_LONG, OUTPUT_ROUNDING, SPLIT
 
+from mlx_kda import oracle
 from mlx_kda.ops import CHUNKS, kda, kda_chunk_ref, kda_ref
 
 kda_step = partial(kda, path="step")

@@ -3,9 +3,9 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import oracle
 from tolerances import OP_FLOAT32
 
+from mlx_kda import oracle
 from mlx_kda.ops import kda
 
 PATHS = ("reference", "step", "chunk")

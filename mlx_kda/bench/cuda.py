@@ -96,9 +96,7 @@ def _module(framework: str):
 
 def _compare(candidates: list[Candidate], with_errors: bool) -> Iterator[dict[str, Any]]:
     """Time the candidates in turns, then their errors."""
-    results: list[dict[str, Any]] = [
-        {"candidate": c.name, "dtype": c.dtype} for c in candidates
-    ]  # fmt: skip
+    results: list[dict[str, Any]] = [{"candidate": c.name, "dtype": c.dtype} for c in candidates]
     calls = [_warm(c, result) for c, result in zip(candidates, results, strict=True)]
     taken: list[list[float]] = [[] for _ in candidates]
     for _ in range(SAMPLES):

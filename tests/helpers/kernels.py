@@ -3,7 +3,8 @@
 import mlx.core as mx
 import numpy as np
 
-from helpers import layer64, oracle
+from helpers import layer64
+from mlx_kda import oracle
 from mlx_kda.kernels.arguments import GateLaw
 from mlx_kda.kernels.chunk import kda_chunk
 from mlx_kda.kernels.decode import Memory, kda_decode

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from helpers import oracle
+from mlx_kda import oracle
 
 
 def sigmoid(x):
