@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 from tolerances import STOCK
 
 from mlx_kda.bench import graph, op, profile, profile_tables, report, results, shapes, timing
+from mlx_kda.bench import model as bench_model
 from mlx_kda.cli.main import build_parser, main
 from mlx_kda.errors import UserError
 from mlx_kda.models.config import DENSE, MLA, MOE, KimiLinearConfig
