@@ -7,6 +7,7 @@ The gate path takes part: at a given size its bytes often do more elsewhere (doc
 """
 
 import heapq
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import mlx.core as mx
@@ -31,18 +32,36 @@ def spend(layout: Layout, journal: Journal, progress: Progress | None) -> None:
 
     Raises UserError where even the fewest bits pass the budget.
     """
-    recipe = layout.recipe
+    budget = bytes_to_spend(layout)
     errors = measure(layout, journal, progress)
     specs = _free(layout)
-    recipe.chosen = {}
     points = {path: _points(layout, path, specs[path], errors[path]) for path in specs}
-    fixed = fixed_bytes(layout, specs)
-    budget = int(recipe.target_bpw * layout.mapping.parameters / 8) - fixed
-    recipe.chosen = allot(points, budget, fixed, layout.mapping.parameters)
+    layout.recipe.chosen = allot(points, budget)
     layout.finish()
 
 
-def fixed_bytes(layout: Layout, free: dict[str, Spec]) -> int:
+def bytes_to_spend(layout: Layout) -> int:
+    """What `target_bpw` leaves for the free weights, known before any weight is read.
+
+    Raises UserError where they need more even in the fewest bits.
+    """
+    free, target = _free(layout), layout.recipe.target_bpw
+    fixed, parameters = _fixed_bytes(layout, free), layout.mapping.parameters
+    least = sum(
+        spec.nbytes
+        for path, packing in fewest_bits(layout).items()
+        for spec in packing.outputs(path, free[path]).values()
+    )
+    budget = int(target * parameters / 8) - fixed
+    if budget < least:
+        bits = math.ceil((fixed + least) * 8000 / parameters) / 1000
+        raise UserError(
+            f"--target-bpw {target:g} is below what the fewest bits take: the least is {bits:.3f}"
+        )
+    return budget
+
+
+def _fixed_bytes(layout: Layout, free: dict[str, Spec]) -> int:
     """Bytes of all that no budget changes: norms, convolutions, the router, what rules are for."""
     layout.recipe.chosen = dict.fromkeys(free)
     total = sum(
@@ -165,17 +184,10 @@ def _gain(a: Point, b: Point) -> float:
     return (a[1] - b[1]) / (b[0] - a[0])
 
 
-def allot(
-    points: dict[str, list[Point]], budget: int, fixed: int, parameters: int
-) -> dict[str, Packing | None]:
-    """The packing of each weight within a budget of bytes."""
+def allot(points: dict[str, list[Point]], budget: int) -> dict[str, Packing | None]:
+    """The packing of each weight within a budget of bytes, that holds all in the fewest bits."""
     at = dict.fromkeys(points, 0)
     budget -= sum(hull[0][0] for hull in points.values())
-    if budget < 0:
-        least = (sum(hull[0][0] for hull in points.values()) + fixed) * 8 / parameters
-        raise UserError(
-            f"--target-bpw is below what the fewest bits take; the least is {least:.3f}"
-        )
     steps = [(-_gain(h[0], h[1]), path) for path, h in points.items() if len(h) > 1]
     heapq.heapify(steps)
     while steps:

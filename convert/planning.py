@@ -8,7 +8,7 @@ from typing import Any
 from mlx_kda.plan import FLOATS, machine, need
 from mlx_kda.words import size
 
-from .budget import fewest_bits
+from .budget import bytes_to_spend, fewest_bits
 from .families import by_family, tensor_family
 from .layout import Layout, Wish, bits_by_family, lay_out
 from .output import free_space, named, partial_of, size_of, space_problem
@@ -170,8 +170,12 @@ def _kinds(layout: Layout) -> dict[str, int]:
 
 
 def _fewest_bits(origin: Source, wish: Wish) -> tuple[Layout, dict[str, Packing]]:
-    """A layout with the fewest bits that a byte budget may choose, and what it chooses for."""
+    """A layout with the fewest bits that a byte budget may choose, and what it chooses for.
+
+    Raises UserError where even they pass the budget.
+    """
     layout = lay_out(origin, wish)
+    bytes_to_spend(layout)
     fewest = fewest_bits(layout)
     layout.recipe.chosen = dict(fewest)
     layout.finish()

@@ -209,7 +209,7 @@ def test_no_other_choice_of_as_many_bytes_has_less_error():
             hull = [(size * p.bits, error * 4.0**-p.bits, p) for p in packings]
             points[path] = [*hull, (size * 16, 0.0, None)]
         for budget in range(sum(hull[0][0] for hull in points.values()), 300):
-            chosen = allot(points, budget, 0, 1)
+            chosen = allot(points, budget)
             at = {path: [p[2] for p in points[path]].index(chosen[path]) for path in points}
             taken = [gain(h[at[p] - 1], h[at[p]]) for p, h in points.items() if at[p]]
             left = [gain(h[at[p]], h[at[p] + 1]) for p, h in points.items() if at[p] < 4]
@@ -269,6 +269,24 @@ def test_budgets_that_cannot_be_kept(source, tmp_path):
         assert not (tmp_path / "out").exists()
 
 
+def test_a_budget_below_the_least_is_refused_before_anything_is_read(source, tmp_path, monkeypatch):
+    """All weights used to be measured first, a plan did not refuse it, and the least was too low.
+
+    The least that is named can be had.
+    """
+    out = tmp_path / "out"
+    with monkeypatch.context() as patched:
+        patched.setattr("mlx_kda.convert.budget.measure", lambda *args: pytest.fail("measured"))
+        for command in (plan, convert):
+            with pytest.raises(UserError, match="--target-bpw 2.5 is below") as refusal:
+                command(source, out, target_bpw=2.5)
+            assert list(tmp_path.iterdir()) == []
+    least = float(str(refusal.value).rpartition(" ")[2])
+    with pytest.raises(UserError, match="the least is"):
+        plan(source, out, target_bpw=least - 0.001)
+    assert convert(source, out, target_bpw=least).bits_per_weight == pytest.approx(least, abs=0.001)
+
+
 def test_allot_takes_the_steepest_steps_first():
     small, large = Packing(2, 64), Packing(8, 64)
     points = {
@@ -276,11 +294,9 @@ def test_allot_takes_the_steepest_steps_first():
         "flat": [(10, 1.0, small), (20, 0.9, large)],
         "heavy": [(10, 1.0, small), (1000, 0.0, large)],
     }
-    assert allot(points, 40, 0, 100) == {"steep": large, "flat": small, "heavy": small}
-    assert allot(points, 50, 0, 100) == {"steep": large, "flat": large, "heavy": small}
-    assert set(allot(points, 30, 0, 100).values()) == {small}
-    with pytest.raises(UserError, match=r"least is 2\.4"):
-        allot(points, 29, 0, 100)
+    assert allot(points, 40) == {"steep": large, "flat": small, "heavy": small}
+    assert allot(points, 50) == {"steep": large, "flat": large, "heavy": small}
+    assert set(allot(points, 30).values()) == {small}
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
