@@ -28,7 +28,7 @@ from .routed import Routed
 from .side import EMBEDDING, HEAD, NORM, Side, Weights
 from .steps import Progress
 from .weight_errors import FamilyError, noisy, squares, weight_bound
-from .weights import LAYERS, units
+from .weights import LAYERS, plain_shapes, units
 
 MODELS = 3  # the source, the converted one, the source with noise
 
@@ -54,9 +54,11 @@ def compare(
 ) -> Comparison:
     """Compare a converted model with its source on token ids [B, T].
 
-    Both layouts must make the same names; raises CheckpointError where one lacks a tensor.
+    Both layouts must make the same names and shapes; raises CheckpointError where they do not.
+    `progress` hears bytes of the source.
     """
     result = Comparison(tokens=tokens.size)
+    check_shapes(source, out)
     places = units(source), units(out)
     if missing := places[0].keys() ^ places[1].keys():
         raise CheckpointError(f"only one of the two models has {sorted(missing)[0]}")
@@ -64,9 +66,12 @@ def compare(
     with sides[0].reader, sides[1].reader:
         pair = Pair(result, *sides)
         hidden = [tokens] * MODELS
-        for number, unit in enumerate(places[0]):
+        total = sum(spec.nbytes for spec in source.mapping.outputs.values())
+        done = 0
+        for unit, steps in places[0].items():
             if progress:
-                progress(number, len(places[0]), unit)
+                progress(done, total, f"comparing {unit}")
+            done += sum(spec.nbytes for step in steps for spec in step.outputs.values())
             if unit == HEAD:
                 pair.head(hidden, unit)
                 continue
@@ -77,6 +82,17 @@ def compare(
             pair.head(hidden, EMBEDDING)
         result.digests = sides[0].reader.digests | sides[0].rows.digests
     return result
+
+
+def check_shapes(source: Layout, out: Layout) -> None:
+    """Raise CheckpointError where a weight of the source has another shape in the output."""
+    shapes = [plain_shapes(layout.mapping) for layout in (source, out)]
+    for name, shape in shapes[0].items():
+        if (other := shapes[1].get(name, shape)) != shape:
+            raise CheckpointError(
+                f"{source.source.name} is another model: its {name} has shape {list(shape)}, the "
+                f"output's {list(other)}"
+            )
 
 
 class Pair:

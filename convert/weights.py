@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 
 from .layout import Layout
-from .steps import Read, Step
+from .steps import Mapping, Read, Step
 from .view import View
 
 LAYERS = "model.layers."
@@ -25,6 +25,19 @@ def unit_of(name: str) -> str:
     if name.startswith(LAYERS):
         return ".".join(name.split(".")[:3])
     return name.rpartition(".")[0]
+
+
+def plain_shapes(mapping: Mapping) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every weight, a packed one's as it is when dequantised."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, spec in mapping.outputs.items():
+        path, _, part = name.rpartition(".")
+        if path not in mapping.packed or part == "bias":  # a map's own bias, which is never packed
+            shapes[name] = spec.shape
+        elif part == "weight":
+            *rows, words = spec.shape
+            shapes[name] = (*rows, words * 32 // mapping.packed[path]["bits"])
+    return shapes
 
 
 def plain_weights(

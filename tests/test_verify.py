@@ -308,6 +308,30 @@ def test_another_source_is_found(good, tmp_path):
     assert {"error of experts", "error of norms", "error of KDA gates"} <= found.keys()
 
 
+def test_a_source_of_other_shapes_is_refused_in_one_line(good, tmp_path, capsys):
+    """It used to end in MLX's words on broadcasting."""
+    other = write_checkpoint(tmp_path / "other", intermediate_size=64)
+    tensors = weights()
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        name = f"model.layers.0.mlp.{part}.weight"
+        tensors[name] = tensors[name][:, :64] if part == "down_proj" else tensors[name][:64]
+    write_weights(other, tensors)
+    assert main(["verify", str(good), "--source", str(other)]) == 2
+    err = capsys.readouterr().err
+    assert "another model" in err and "mlp.gate_proj.weight" in err and err.count("\n") == 1
+
+
+def test_progress_of_a_comparison_is_in_bytes(good, source):
+    """It used to count layers, which the command showed as millionths of a megabyte."""
+    heard = []
+    verify(good, source, progress=lambda done, total, name: heard.append((done, total, name)))
+    compared = [one for one in heard if one[2].startswith("comparing")]
+    plain = sum(tensor.nbytes for tensor in lay_out(open_source(source), Wish()).outputs.values())
+    assert {total for _, total, _ in compared} == {plain}
+    done = [done for done, _, _ in compared]
+    assert done == sorted(done) and plain / 2 < done[-1] < plain
+
+
 def test_bounds_of_the_user(good, source):
     assert verify(good, source, max_kl=100, min_top1=0).ok
     assert list(failed(verify(good, source, max_kl=1e-9, min_top1=0))) == ["KL divergence"]
