@@ -58,8 +58,13 @@ def read_report(folder: Path) -> dict[str, Any] | None:
 
 
 def named(out: str | Path) -> Path:
-    """The folder that a user's name stands for: of a link the place that it leads to."""
+    """The folder that a user's name stands for: of a link the place that it leads to.
+
+    Raises UserError for "." and the like, beside which no other name can be made.
+    """
     out = Path(out).expanduser()
+    if out.name in ("", ".."):
+        raise UserError(f"the output {out} is a place, not a name: say what the folder is called")
     return out.resolve() if out.is_symlink() else out
 
 

@@ -88,7 +88,7 @@ def convert(
     origin = open_source(source, revision, download=False)
     layout = lay_out(origin, wish)
     identity = layout.identity(shard_bytes)
-    if resume and (whole := finished_before(out, identity)):
+    if resume and (whole := finished_before(out, identity, overwrite)):
         say(f"{out} is whole already: nothing is left to do")
         return whole
     check_output(out, origin.folder, overwrite)
@@ -116,11 +116,23 @@ def convert(
     return report
 
 
-def finished_before(out: Path, identity: dict[str, Any]) -> ConversionReport | None:
-    """The report of an output that this very conversion has written before."""
+def finished_before(
+    out: Path, identity: dict[str, Any], overwrite: bool
+) -> ConversionReport | None:
+    """The report of an output that this very conversion has written before, None if it did not.
+
+    Where a weight file of it is gone or has another size, it is to be overwritten; raises UserError
+    where it may not be. `verify` is what reads the files.
+    """
     content = read_report(out)
     if content is None or content.get("identity") != identity_hash(identity):
         return None
+    for name, facts in content["files"].items():
+        file = out / name
+        if not file.is_file() or file.stat().st_size != facts["bytes"]:
+            if overwrite:
+                return None
+            raise UserError(f"{file} is missing or cut short: pass --overwrite to convert again")
     tidy(out)
     return ConversionReport.from_dict(content | {"out": str(out)})
 

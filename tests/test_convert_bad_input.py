@@ -225,6 +225,16 @@ def test_outputs_that_are_refused(source, tmp_path):
     refused(source, link / "x", "source folder")
 
 
+@pytest.mark.parametrize("out", [".", "..", "/"])
+def test_an_output_without_a_name_is_refused(source, tmp_path, monkeypatch, out):
+    """An empty "." used to end in ValueError."""
+    monkeypatch.chdir(tmp_path)
+    before = snapshot(tmp_path)
+    with pytest.raises(UserError, match="say what the folder is called"):
+        convert(source, out)
+    assert snapshot(tmp_path) == before
+
+
 def test_an_output_that_exists_is_replaced_only_if_asked_and_only_if_ours(source, tmp_path):
     out = tmp_path / "out"
     out.mkdir()

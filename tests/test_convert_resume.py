@@ -164,6 +164,22 @@ def test_resume_without_anything_to_resume(source, whole, tmp_path):
         convert(source, out, **(WISH | {"q_bits": 8}), resume=True)
 
 
+@pytest.mark.parametrize("damage", ["missing", "cut short"])
+def test_resume_does_not_call_an_output_whole_that_lost_a_file(source, whole, tmp_path, damage):
+    """The report alone used to be looked at."""
+    out = tmp_path / "out"
+    convert(source, out, **WISH)
+    file = max(out.glob("model-*.safetensors"))
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(UserError, match=f"{file.name} is missing or cut short.*--overwrite"):
+        convert(source, out, **WISH, resume=True)
+    convert(source, out, **WISH, resume=True, overwrite=True)
+    assert files(out) == whole
+
+
 def test_a_byte_budget_is_measured_once(source, tmp_path, monkeypatch):
     """What was measured before the kill is not measured again, and the choice is the same."""
     import mlx_kda.convert.budget as budget
@@ -228,22 +244,30 @@ def test_a_second_process_is_refused(source, tmp_path):
 
 
 def test_kill_9_at_any_moment_then_resume(source, whole, tmp_path):
-    """Case E4: killed ten times over, between start and end; the files are those of one run."""
+    """Case E4: killed ten times over, between start and end; the files are those of one run.
+
+    Each writes two files of the 21 and then waits, so that none ends before it is killed.
+    """
     out = tmp_path / "out"
     command = [*COMMAND, source, out, *OPTIONS, "--resume"]
     slow = (
         "import sys, time; from mlx_kda.convert import shards; from mlx_kda.cli.main import main; "
-        "real = shards.write_file; "
-        "shards.write_file = lambda *a, **k: (time.sleep(0.05), real(*a, **k))[1]; "
-        "sys.exit(main(sys.argv[1:]))"
+        "real, pauses = shards.write_file, [0.01, 0.01]\n"
+        "def write_file(*a, **k):\n"
+        "    time.sleep(pauses.pop() if pauses else 300)\n"
+        "    return real(*a, **k)\n"
+        "shards.write_file = write_file; sys.exit(main(sys.argv[1:]))"
     )
-    command = [sys.executable, "-c", slow, *command[3:]]
     seen = set()
     for number in range(10):
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [sys.executable, "-c", slow, *command[3:]],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         partial, begun = tmp_path / "out.partial", time.monotonic()
         wanted = 1 + number  # another file each time, so that every kill comes at another place
-        while process.poll() is None and time.monotonic() - begun < 30:
+        while process.poll() is None and time.monotonic() - begun < 120:
             if len(list(partial.glob("model-*.safetensors"))) >= wanted or out.exists():
                 break
             time.sleep(0.002)
