@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_kda.cache.policy import Policy
-from mlx_kda.cli import loading, parsing, reports
+from mlx_kda.cli import loading, output, parsing, reports
 from mlx_kda.cli.options import LARGEST
 from mlx_kda.convert.folders import find_folder
 from mlx_kda.convert.folders import read_config as read_json
@@ -121,16 +121,12 @@ def _quantization(entry: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _print(report: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2))
     for name, value in _rows(report):
         table.add_row(name, value)
-    # Wide enough not to wrap in a pipe, where rich assumes 80 columns.
-    console = Console(highlight=False, markup=False)
-    console.width = max(console.width, 100)
-    console.print(table)
+    output.table_console(100).print(table)
 
 
 def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:

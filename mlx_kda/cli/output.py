@@ -4,7 +4,10 @@ import contextlib
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 SHORT = 128  # units of work that need no bar
 # What a model writes must not drive the terminal: control characters but tab and newline.
@@ -54,6 +57,16 @@ def _print(text: str, style: str) -> None:
     print(text, flush=True)
 
 
+def table_console(width: int) -> "Console":
+    """Where tables are printed: as wide as the terminal; ``width`` in a pipe, where rich has 80."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = width
+    return console
+
+
 @contextlib.contextmanager
 def status(message: str) -> Iterator[None]:
     """A spinner on standard error while something runs, on a terminal only."""
@@ -71,7 +84,8 @@ def progress(label: str, *, unit: str = "tokens") -> Iterator[Callable[[int, int
     """A bar on standard error with rate and time left, on a terminal only.
 
     Gives ``update(done, total)``; the bar appears with the first one short of the total, and not
-    for so little (``SHORT`` of a unit) that it would only flash up.
+    for so little (``SHORT`` of a unit) that it would only flash up. Work of several parts may count
+    from the start again once a part has reached its total.
     """
     if not sys.stderr.isatty():
         yield lambda done, total: None
@@ -106,6 +120,8 @@ def progress(label: str, *, unit: str = "tokens") -> Iterator[Callable[[int, int
         bar.update(task, completed=done, total=total)
         if done == total:
             bar.stop()
+            bar.remove_task(task)  # another part of the work may begin
+            task = None
 
     try:
         yield update

@@ -8,7 +8,7 @@ import argparse
 import json
 from typing import Any
 
-from mlx_kda.cli import checks, loading, parsing
+from mlx_kda.cli import checks, loading, output, parsing
 from mlx_kda.cli.options import LARGEST, add_prefill_step
 from mlx_kda.words import size
 
@@ -71,7 +71,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(args: argparse.Namespace, dtype: str, memory: Any, needs: list[Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from mlx_kda.cache import DEFAULT_BUDGET
@@ -85,8 +84,7 @@ def _print(args: argparse.Namespace, dtype: str, memory: Any, needs: list[Any]) 
         sizes = (one.weights, one.states, one.latents, one.working, one.total)
         fits = "fits" if one.total <= memory.usable else "does not fit"
         table.add_row(one.policy, *(size(n) for n in sizes), fits)
-    console = Console(highlight=False, markup=False)
-    console.width = max(console.width, 110)
+    console = output.table_console(110)
     console.print(f"{args.model}: {args.context:,} tokens, computing in {dtype}")
     console.print(table)
     console.print(

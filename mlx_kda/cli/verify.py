@@ -78,7 +78,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(found) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -86,9 +85,8 @@ def _print(found) -> None:
         table.add_column(head, overflow="fold")
     for check in found.checks:
         table.add_row("ok" if check.ok else "FAIL", check.what, check.found, check.bound)
-    # Wide enough not to wrap in a pipe, where rich assumes 80 columns.
-    console = Console(highlight=False, markup=False)
-    console.width = max(console.width, 140)
+    console = output.table_console(140)
     console.print(table)
     failed = sum(not check.ok for check in found.checks)
-    console.print(f"{found.folder}: " + (f"{failed} checks failed" if failed else "all is well"))
+    checks_failed = f"{failed} check{'' if failed == 1 else 's'} failed"
+    console.print(f"{found.folder}: " + (checks_failed if failed else "all is well"))
