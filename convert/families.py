@@ -75,7 +75,7 @@ def parse_config(raw: dict[str, Any]) -> HybridConfig:
     quantisation, a value of a wrong kind.
     """
     kind = raw.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         supported = ", ".join(FAMILIES)
         raise CheckpointError(f"model_type {kind!r} is not converted yet; supported: {supported}")
     foreign = raw.get("quantization_config")
@@ -89,7 +89,4 @@ def parse_config(raw: dict[str, Any]) -> HybridConfig:
         raise CheckpointError(
             f"the source is quantised ({method}): convert the unquantised checkpoint instead"
         )
-    try:
-        return read_config(raw)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"config.json holds a value of a wrong kind: {error}") from error
+    return read_config(raw)

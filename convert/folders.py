@@ -42,8 +42,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder."""
-    return read_json(folder / "config.json")
+    """config.json of a folder; what its model makes of the values is seen later."""
+    config = read_json(folder / "config.json")
+    for key in ("quantization", "quantization_config"):
+        if not isinstance(config.get(key), dict | None):
+            raise CheckpointError(
+                f"{folder / 'config.json'} is damaged: {key} is not a JSON object"
+            )
+    return config
 
 
 def refuse_without_weights(folder: Path) -> None:

@@ -49,6 +49,7 @@ def inspect(folder: str | Path) -> Inspection:
     for stored in tensors.values():
         dtypes[str(stored.dtype).removeprefix("mlx.core.")] += stored.nbytes
     config, mapping, problem = None, None, None
+    stated = raw.get("num_hidden_layers")
     try:
         config, mapping = map_checkpoint(raw, tensors)
     except CheckpointError as error:
@@ -58,7 +59,7 @@ def inspect(folder: str | Path) -> Inspection:
         source=str(folder),
         format="mlx" if is_mlx else "huggingface",
         model_type=str(raw.get("model_type")),
-        layers=config.num_hidden_layers if config else int(raw.get("num_hidden_layers") or 0),
+        layers=config.num_hidden_layers if config else stated if isinstance(stated, int) else 0,
         layer_types=dict(Counter(config.layer_types)) if config else {},
         context=config.model_max_length if config else 0,
         parameters=mapping.parameters if mapping else sum(t.size for t in tensors.values()),

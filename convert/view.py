@@ -65,7 +65,7 @@ def view(source: Source, dequantize: bool = False) -> View:
     config, tensors = dict(source.config), dict(source.tensors)
     if foreign.is_compressed(config):
         return _compressed(config, tensors, dequantize)
-    if dequantize and "quantization" in config:
+    if dequantize and config.get("quantization"):
         return _dequantised(config, tensors)
     return View(config, tensors)
 

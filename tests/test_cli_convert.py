@@ -240,6 +240,36 @@ def test_info_in_words(tiny_hf, tmp_path, capsys):
         assert words in text
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"num_hidden_layers": "two"},
+        {"quantization": "4 bits"},
+        {"quantization": [4]},
+        {"linear_attn_config": 3},
+        {"model_type": ["kimi_linear"]},
+    ],
+    ids=str,
+)
+def test_a_config_with_a_value_of_a_wrong_kind_is_one_line_everywhere(
+    copy, tmp_path, capsys, damage
+):
+    """`info`, `plan`, `verify` and `convert` used to show Python's words for some of these."""
+    edit(copy / "config.json", **damage)
+    for command in (
+        ["info", str(copy)],
+        ["plan", str(copy), "--context", "100"],
+        ["convert", str(copy), str(tmp_path / "out"), "--dequantize"],
+    ):
+        assert main(command) == 2, command
+        err = capsys.readouterr().err
+        assert "config.json" in err or "model_type" in err, command
+        assert err.count("\n") == 1 and "--debug" not in err, command
+    assert main(["verify", str(copy)]) == 1
+    out, err = capsys.readouterr()
+    assert "FAIL  config" in out and err == ""
+
+
 def test_info_describes_what_cannot_run(copy, capsys):
     edit(copy / "config.json", mla_use_nope=False)
     assert main(["info", str(copy)]) == 2

@@ -14,7 +14,7 @@ from mlx_kda.cli.options import LARGEST
 from mlx_kda.convert.folders import find_folder
 from mlx_kda.convert.folders import read_config as read_json
 from mlx_kda.errors import CheckpointError, UserError
-from mlx_kda.models import FAMILIES, read_config
+from mlx_kda.models import model_type, read_config
 from mlx_kda.words import size
 
 SUMMARY = "what a checkpoint is and takes"
@@ -54,8 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if folder is None:
         raise UserError(f"{args.model}: no such folder; info reads local folders")
     raw = read_json(folder)
-    if raw.get("model_type") not in FAMILIES:
-        read_config(raw)  # says so, and which there are
+    model_type(raw)
     report = describe(folder, args.policy, args.context)
     if args.json:
         report.pop("cache_lines", None)  # the same in words

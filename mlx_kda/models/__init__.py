@@ -17,12 +17,13 @@ CONFIGS = {
 
 def family(config: dict[str, Any]) -> ModuleType:
     """The module of a model_type; CheckpointError if there is none."""
-    return importlib.import_module(f"{__name__}.{FAMILIES[_known(config)]}")
+    return importlib.import_module(f"{__name__}.{FAMILIES[model_type(config)]}")
 
 
-def _known(config: dict[str, Any]) -> str:
+def model_type(config: dict[str, Any]) -> str:
+    """The model_type of a config; CheckpointError where no family here has it."""
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise CheckpointError(
             f"config.json: model_type {kind!r} is not supported; supported: {', '.join(FAMILIES)}"
         )
@@ -31,8 +32,12 @@ def _known(config: dict[str, Any]) -> str:
 
 def read_config(config: dict[str, Any]) -> Any:
     """config.json of any family as its dataclass; CheckpointError names what is wrong with it."""
-    module, name = CONFIGS[_known(config)]
-    return getattr(importlib.import_module(f"{__name__}.{module}"), name).from_dict(config)
+    module, name = CONFIGS[model_type(config)]
+    kind = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    try:
+        return kind.from_dict(config)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"config.json holds a value of a wrong kind: {error}") from error
 
 
 def get_model_classes(config: dict[str, Any]) -> tuple[type, type]:
@@ -47,4 +52,12 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["FAMILIES", "family", "get_model_classes", "load", "load_model", "read_config"]
+__all__ = [
+    "FAMILIES",
+    "family",
+    "get_model_classes",
+    "load",
+    "load_model",
+    "model_type",
+    "read_config",
+]
