@@ -8,3 +8,8 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
+
+
+def tokens(count: int) -> str:
+    """"1 token", "2 tokens"."""
+    return f"{count:,} token{'' if count == 1 else 's'}"

@@ -74,7 +74,7 @@ def test_a_kernel_that_does_not_compile_is_a_verdict(layer, monkeypatch):
     verdict = next(doctor.check(layer, mx.float32, "emulator-fast"))
     assert not verdict.ok
     assert doctor.describe(verdict) == (
-        "kda_decode on 1 tokens did not run: RuntimeError: [metal::Device] Unable to build "
+        "kda_decode on 1 token did not run: RuntimeError: [metal::Device] Unable to build "
         "metal library"
     )
 
@@ -125,7 +125,7 @@ def test_a_failure_goes_over_to_the_operations_loudly(on_metal, monkeypatch, cap
         on_metal.use_runner("metal", "a test")
         doctor.prepare(on_metal, mx.float32)
         said = capsys.readouterr().err.splitlines()[-1]
-        assert "switched off" in said and "kda_decode on 1 tokens differs" in said
+        assert "switched off" in said and "kda_decode on 1 token differs" in said
         assert on_metal.runner == "ops" and "self-check failed" in on_metal.runner_reason
         assert all(layer.runner == "ops" for layer in on_metal.kda_layers)
 
@@ -175,7 +175,7 @@ def test_the_command_checks_the_kernels_of_a_folder(tiny_mlx, capsys):
 def test_the_command_fails_on_a_wrong_kernel(monkeypatch, capsys):
     _spoil(monkeypatch, lambda y, m: (mx.zeros_like(y), m))
     assert main(["doctor", "--runner", "emulator-fast", "--heads", "1"]) == 1
-    assert "BAD kda_decode on 1 tokens differs" in capsys.readouterr().out
+    assert "BAD kda_decode on 1 token differs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

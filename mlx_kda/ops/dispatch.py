@@ -6,6 +6,7 @@ from functools import lru_cache
 
 import mlx.core as mx
 
+from .. import words
 from . import chunked, reference, stepwise
 from .problem import Problem
 
@@ -122,9 +123,9 @@ def _choose_on(p: Problem, path: str, runner: str, device: mx.DeviceType) -> Cho
     if name is not None:
         return Choice(name, why_no_kernel)
     if p.T >= _CHUNK_FROM:
-        why = f"{p.T} tokens fill chunks: matrix products instead of a loop"
+        why = f"{words.tokens(p.T)} fill chunks: matrix products instead of a loop"
         return Choice("chunk", f"{why} ({why_no_kernel})")
-    why = f"{p.T} tokens, fewer than {_CHUNK_FROM}: the state is read once a token"
+    why = f"{words.tokens(p.T)}, fewer than {_CHUNK_FROM}: the state is read once a token"
     return Choice("step", f"{why} ({why_no_kernel})")
 
 
@@ -139,7 +140,7 @@ def _kernel(p: Problem, runner: str) -> tuple[str | None, str]:
         return None, "there is nothing to compute"
     path = "kda_chunk" if p.T > _CHUNK_FROM else "kda_recurrent"
     fits, reason = _fits(path, p)
-    return (path, f"{p.T} tokens; {why}") if fits else (None, reason)
+    return (path, f"{words.tokens(p.T)}; {why}") if fits else (None, reason)
 
 
 def _fits(path: str, p: Problem) -> tuple[bool, str]:
