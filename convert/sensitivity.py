@@ -1,10 +1,10 @@
 """How much a model's predictions move for the relative error of one of its weights.
 
-Quantising one weight moves the predictions by a divergence (KL, nats a token) that is, over 2 to 5
-bits, proportional to the weight's relative error ``|W - Q(W)|^2 / |W|^2``, and the divergences of
-several weights add up. The proportion differs by a factor of a hundred. It was measured on the
+Quantising one weight moves the predictions by a divergence (KL, nats a token) that is about
+proportional to the weight's relative error ``|W - Q(W)|^2 / |W|^2``, and the divergences of several
+weights about add up. The proportion differs by a factor of a hundred. It was measured on the
 trained checkpoint in `examples`, weight by weight at 3 bits, and is rounded here by the weight's
-role (docs/quality.md has it by family, and what it brings on two models):
+role (docs/quality.md has it by family at 3 and 4 bits, and what it brings on two models):
 
 - The embedding's error is in all that the layers read, the head's in all that they answer.
 - The first layer writes while the stream still holds the embedding alone: three times the others.

@@ -60,12 +60,12 @@ One family of weights quantised, all others as in the source. The relative error
 """
 
 ORDER = """\
-Two things can be read off. The divergence of a family is nearly in proportion to its relative
-error, and those of the families that the default recipe quantises add up to {added:.2f} at 4 bits,
-where all of them together cost {together:.2f}. And the proportion, the last column, differs by a
-factor of {spread:.0f}: `--target-bpw` used to take it for the same everywhere, gave embedding and
-head the fewest bits, and at 4.95 bits a weight was worse (0.40) than 4 bits in every weight (0.27).
-It now weighs the error of a matrix by its role and place; those weights are in
+Two things can be read off. The divergence of a family is about in proportion to its relative error
+(4 and 3 bits agree within a factor of {within:.1f}), and those of the families that the default
+recipe quantises add up to {added:.2f} at 4 bits, where all of them together cost {together:.2f}.
+And the proportion, the last column, differs by a factor of {spread:.0f} between families: bytes
+spent by relative error alone would go to the wrong weights, away from embedding and head. So
+`--target-bpw` weighs the error of a matrix by its role and place; those weights are in
 [convert/sensitivity.py](../convert/sensitivity.py), rounded from the same measurement of every
 single matrix at 3 bits.
 """
@@ -163,6 +163,12 @@ def ratio(row: Row) -> float:
     return row["divergence"] / row["relative_error"]
 
 
+def both_bits(rows: list[Row]) -> list[tuple[float, float]]:
+    """What a relative error of 1 does to each family, found at 4 bits and at 3."""
+    found = {row["recipe"]: ratio(row) for row in rows}
+    return [(value, found["q3" + name[2:]]) for name, value in found.items() if name[:2] == "q4"]
+
+
 def sizes(pairs: list[tuple[Row, Row]]) -> str:
     """Pairs of one size: the same bits everywhere, and bits chosen by weight."""
     headings = ["size of", "MB", "bits a weight", "perplexity, same bits / chosen"]
@@ -239,6 +245,7 @@ def page(record: dict[str, Any], other: dict[str, Any]) -> str:
         added=sum(row["divergence"] for row in at_4),
         together=found["q4"]["divergence"],
         spread=max(proportions) / min(proportions),
+        within=max(max(a / b, b / a) for a, b in both_bits(alone)),
     )
     others = {row["recipe"]: row for row in other["rows"]}
     parts = [
