@@ -11,5 +11,5 @@ def size(count: float) -> str:
 
 
 def tokens(count: int) -> str:
-    """"1 token", "2 tokens"."""
+    """A number of tokens: 1 token, 2 tokens."""
     return f"{count:,} token{'' if count == 1 else 's'}"
