@@ -250,7 +250,7 @@ def test_saving_in_between_takes_little_of_the_time_and_of_the_disk(monkeypatch,
 
 
 def test_a_killed_chat_keeps_its_finished_turns(tiny_mlx, tmp_path):
-    """kill -9 in the third turn: the first two are in the file."""
+    """kill -9 once the first turn is in the file: its message and answer are there."""
     file = tmp_path / "talk"
     process = subprocess.Popen(
         [*PROGRAM, "chat", str(tiny_mlx), "--max-tokens", "5", "--session", str(file)],
