@@ -151,8 +151,9 @@ KERNELS = (
         columns("H T candidate path ms us_per_token spread calls error", us_per_token="us a token"),
         _op_arguments,
         _op_rows,
-        "Inputs of `--row`, every call from the state that the one before left; spread is that "
-        "between the quartiles over the median; error is that of the output against float64.",
+        "Inputs are random unless `--row` names another kind; every call starts from the state "
+        "that the one before left. Spread is that between the quartiles over the median; error is "
+        "that of the output against float64.",
     ),
     Benchmark(
         "launches",
