@@ -124,7 +124,8 @@ def test_the_parts_of_a_profile_are_all_of_its_time(profile_rows, phase):
     assert [row["part"] for row in parts] == [p for p in profile.PARTS if p not in absent]
     assert all(row["ms"] > 0 and row["again ms"] > 0 for row in parts)
     # Medians are taken part by part, so they add up to that of the sum only roughly.
-    assert sum(row["ms"] for row in parts) == pytest.approx(rows[profile.SUM]["ms"], rel=0.5)
+    share = sum(row["ms"] for row in parts) / rows[profile.SUM]["ms"]
+    assert 1 / 3 < share < 3
     gap = rows[profile.SUM]["ms"] - rows[profile.WHOLE]["ms"]
     assert rows[profile.FORCING]["ms"] == pytest.approx(gap)
 

@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
 
 def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], Any]:
     """An argparse type: an int or a finite float in [low, high]."""
-    span = f"{low} or more" if high == math.inf else f"between {low} and {high}"
+    span = f"of {low} or more" if high == math.inf else f"between {low} and {high}"
 
     def parse(text: str) -> Any:
         try:
@@ -34,7 +34,7 @@ def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], An
             value = None
         if value is None or not low <= value <= high or value == math.inf:
             word = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"{text!r} is not {word}, {span}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not {word} {span}")
         return value
 
     return parse
