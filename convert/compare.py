@@ -71,7 +71,7 @@ def compare(
         for unit, steps in places[0].items():
             if progress:
                 progress(done, total, f"comparing {unit}")
-            done += sum(spec.nbytes for step in steps for spec in step.outputs.values())
+            done += sum(step.nbytes for step in steps)
             if unit == HEAD:
                 pair.head(hidden, unit)
                 continue

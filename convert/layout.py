@@ -74,7 +74,7 @@ class Layout:
     @property
     def nbytes(self) -> int:
         """Bytes of tensors that are written."""
-        return sum(spec.nbytes for step in self.steps for spec in step.outputs.values())
+        return sum(step.nbytes for step in self.steps)
 
     @property
     def expected_bytes(self) -> int:
@@ -90,11 +90,10 @@ class Layout:
         sizes = [1]
         for step in self.mapping.steps:
             reads = [tensors[name].nbytes for name in step.sources]
-            makes = sum(spec.nbytes for spec in step.outputs.values())
             if step.pieces:  # with the scales and biases that are kept to the end
-                sizes.append(max(PIECE_BYTES, *reads) + makes // 4)
+                sizes.append(max(PIECE_BYTES, *reads) + step.nbytes // 4)
             else:
-                sizes.append(max(sum(reads), makes))
+                sizes.append(max(sum(reads), step.nbytes))
         return max(sizes)
 
     @property

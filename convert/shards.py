@@ -27,8 +27,8 @@ def write_weights(
     """
     todo = {name: steps for name, steps in shards.items() if name not in journal.files}
     total = layout.nbytes
-    finished = (outputs_of(steps) for name, steps in shards.items() if name not in todo)
-    done = sum(spec.nbytes for outputs in finished for spec in outputs.values())
+    finished = (steps for name, steps in shards.items() if name not in todo)
+    done = sum(step.nbytes for steps in finished for step in steps)
     order = layout.view.stored(step for steps in todo.values() for step in steps)
     waiting = layout.waiting_bytes
     with Reader(layout.source, order, waiting) as reader:
@@ -40,7 +40,7 @@ def write_weights(
                 yield from step.stream(read)
                 if mx.get_cache_memory() > waiting:
                     mx.clear_cache()
-                done += sum(spec.nbytes for spec in step.outputs.values())
+                done += step.nbytes
                 if progress and step.outputs:
                     progress(done, total, next(iter(step.outputs)))
 
@@ -76,12 +76,11 @@ def into_shards(steps: list[Finished], shard_bytes: int) -> dict[str, list[Finis
     shards: list[list[Finished]] = [[]]
     size = 0
     for step in steps:
-        nbytes = sum(spec.nbytes for spec in step.outputs.values())
-        if size + nbytes > shard_bytes and size:
+        if size + step.nbytes > shard_bytes and size:
             shards.append([])
             size = 0
         shards[-1].append(step)
-        size += nbytes
+        size += step.nbytes
     if len(shards) == 1:
         return {"model.safetensors": shards[0]}
     count = len(shards)

@@ -31,6 +31,11 @@ class Step:
     pieces: Callable[[Read], Pieces] | None = None
     by_rows: bool = False
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that it makes."""
+        return sum(spec.nbytes for spec in self.outputs.values())
+
 
 @dataclass
 class Mapping:

@@ -36,18 +36,23 @@ class FamilyError:
     @property
     def error(self) -> float:
         """``|W - W'| / |W|`` over the family."""
-        return math.sqrt(self.wrong / self.total) if self.total else math.sqrt(self.wrong)
+        return _relative(self.wrong, self.total)
 
     def add(self, name: str, wrong: float, total: float, bound: float) -> None:
         """Count one weight: the sums of squares of its difference and of itself."""
         self.tensors += 1
         self.wrong, self.total = self.wrong + wrong, self.total + total
-        error = math.sqrt(wrong / total) if total else math.sqrt(wrong)
+        error = _relative(wrong, total)
         if not error <= bound:  # NaN fails too
             self.failed.append(f"{name} ({error:.3g} > {bound:.3g})")
         share = error / bound if bound else float(error > 0)
         if share >= self.worst_share:
             self.worst, self.worst_share = name, share
+
+
+def _relative(wrong: float, total: float) -> float:
+    """``|W - W'| / |W|`` from the sums of squares; of a zero weight, ``|W'|``."""
+    return math.sqrt(wrong / total) if total else math.sqrt(wrong)
 
 
 def noisy(array: mx.array, error: float, seed: str) -> mx.array:
