@@ -17,7 +17,7 @@ import numpy as np
 
 from .. import oracle
 from ..errors import UserError
-from .timing import STEADY
+from .timing import STEADY, spread
 
 D = 128
 HEADS = (32, 96)
@@ -110,9 +110,12 @@ def _compare(candidates: list[Candidate], with_errors: bool) -> Iterator[dict[st
     truths: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     for candidate, result, times in zip(candidates, results, taken, strict=True):
         if times:
-            low, median, high = statistics.quantiles(times, n=4, method="inclusive")
-            spread = (high - low) / median
-            result |= {"ms": median, "spread": spread, "steady": spread <= STEADY}
+            noise = spread(times)
+            result |= {
+                "ms": statistics.median(times),
+                "spread": noise,
+                "steady": noise <= STEADY,
+            }
             if with_errors:
                 key = id(candidate.given)
                 if key not in truths:

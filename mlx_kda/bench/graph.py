@@ -8,6 +8,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import mlx.core as mx
@@ -56,6 +57,11 @@ def launches(outputs: Sequence[mx.array]) -> collections.Counter:
         if name != "Concatenate" and name.split()[0] not in _VIEWS:
             counts[name] += 1
     return +counts
+
+
+def cache_arrays(cache: Sequence[Any]) -> list[mx.array]:
+    """The arrays that a model's cache holds: what a step has to compute beside its token."""
+    return [a for entry in cache for a in entry.state if isinstance(a, mx.array)]
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..layers import blas_layout
-from .graph import launches
+from .graph import cache_arrays, launches
 from .timing import interleave
 
 _PREFILL_STEP = 2048
@@ -83,10 +83,10 @@ def _absorb(model: nn.Module, prompt: mx.array, cache: list[Any]) -> mx.array:
         stop = min(start + _PREFILL_STEP, whole)
         last = {"last_only": True} if ours else {}
         logits = model(prompt[:, start:stop], cache=cache, **last)
-        mx.eval(_arrays(cache), *([logits] if stop == length else []))
+        mx.eval(cache_arrays(cache), *([logits] if stop == length else []))
     if not ours:
         logits = model(prompt[:, whole:], cache=cache)
-        mx.eval(_arrays(cache), logits)
+        mx.eval(cache_arrays(cache), logits)
     return logits[:, -1]
 
 
@@ -106,7 +106,7 @@ def _decodes(model: nn.Module, prompt: mx.array) -> Callable[[int], None]:
         nonlocal token
         for _ in range(calls):
             token = mx.argmax(model(token, cache=cache)[:, -1], axis=-1)[:, None]
-            mx.eval(token, _arrays(cache))
+            mx.eval(token, cache_arrays(cache))
 
     return run
 
@@ -128,8 +128,4 @@ def _launches(model: nn.Module, prompt: mx.array) -> int:
     token = mx.argmax(_absorb(model, prompt, cache), axis=-1)[:, None]
     mx.eval(token)
     logits = model(token, cache=cache)
-    return launches([logits, *_arrays(cache)]).total()
-
-
-def _arrays(cache: list[Any]) -> list[mx.array]:
-    return [a for c in cache for a in c.state if isinstance(a, mx.array)]
+    return launches([logits, *cache_arrays(cache)]).total()

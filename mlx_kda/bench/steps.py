@@ -10,15 +10,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .graph import as_on_metal, launches
-from .shapes import as_loaded, quantisable
+from .graph import as_on_metal, cache_arrays, launches
+from .shapes import as_loaded, config, quantisable
 
-# Layers, experts chosen, taps and groups as in the 48B; sizes that quantise and nothing more.
-CONFIG = {
-    "model_type": "kimi_linear",
-    "vocab_size": 128,
+_48B = config("48b", vocab=128)
+# Layers, experts chosen, taps and groups of the 48B; sizes that quantise and nothing more.
+CONFIG = _48B | {
     "hidden_size": 128,
-    "num_hidden_layers": 27,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "intermediate_size": 128,
@@ -27,29 +25,11 @@ CONFIG = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 64,
     "kv_lora_rank": 64,
-    "mla_use_nope": True,
     "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-5,
-    "model_max_length": 1048576,
     "num_experts": 16,
-    "num_experts_per_token": 8,
-    "num_shared_experts": 1,
     "moe_intermediate_size": 64,
-    "moe_router_activation_func": "sigmoid",
-    "moe_renormalize": True,
-    "routed_scaling_factor": 2.446,
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "num_expert_group": 1,
-    "topk_group": 1,
     "use_grouped_topk": True,
-    "linear_attn_config": {
-        "kda_layers": [i for i in range(1, 28) if i % 4 and i != 27],
-        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
-        "num_heads": 8,
-        "head_dim": 64,
-        "short_conv_kernel_size": 4,
-    },
+    "linear_attn_config": _48B["linear_attn_config"] | {"num_heads": 8, "head_dim": 64},
 }
 
 
@@ -91,8 +71,7 @@ def _count(model: nn.Module) -> dict[str, Any]:
     _begin(model, cache)
     logits = model(mx.array([[1]]), cache=cache)
     token = mx.argmax(logits[:, -1], axis=-1)
-    states = [a for c in cache for a in c.state if isinstance(a, mx.array)]
-    counts = launches([token, *states])
+    counts = launches([token, *cache_arrays(cache)])
     return {"launches": counts.total(), "of": dict(counts.most_common())}
 
 
