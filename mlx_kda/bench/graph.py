@@ -59,7 +59,7 @@ def launches(outputs: Sequence[mx.array]) -> collections.Counter:
     return +counts
 
 
-def cache_arrays(cache: Sequence[Any]) -> list[mx.array]:
+def state_arrays(cache: Sequence[Any]) -> list[mx.array]:
     """The arrays that a model's cache holds: what a step has to compute beside its token."""
     return [a for entry in cache for a in entry.state if isinstance(a, mx.array)]
 

@@ -15,7 +15,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..layers import blas_layout
-from .graph import cache_arrays, launches
+from .graph import launches, state_arrays
 from .timing import interleave
 
 _PREFILL_STEP = 2048
@@ -83,10 +83,10 @@ def _absorb(model: nn.Module, prompt: mx.array, cache: list[Any]) -> mx.array:
         stop = min(start + _PREFILL_STEP, whole)
         last = {"last_only": True} if ours else {}
         logits = model(prompt[:, start:stop], cache=cache, **last)
-        mx.eval(cache_arrays(cache), *([logits] if stop == length else []))
+        mx.eval(state_arrays(cache), *([logits] if stop == length else []))
     if not ours:
         logits = model(prompt[:, whole:], cache=cache)
-        mx.eval(cache_arrays(cache), logits)
+        mx.eval(state_arrays(cache), logits)
     return logits[:, -1]
 
 
@@ -106,7 +106,7 @@ def _decodes(model: nn.Module, prompt: mx.array) -> Callable[[int], None]:
         nonlocal token
         for _ in range(calls):
             token = mx.argmax(model(token, cache=cache)[:, -1], axis=-1)[:, None]
-            mx.eval(token, cache_arrays(cache))
+            mx.eval(token, state_arrays(cache))
 
     return run
 
@@ -128,4 +128,4 @@ def _launches(model: nn.Module, prompt: mx.array) -> int:
     token = mx.argmax(_absorb(model, prompt, cache), axis=-1)[:, None]
     mx.eval(token)
     logits = model(token, cache=cache)
-    return launches([logits, *cache_arrays(cache)]).total()
+    return launches([logits, *state_arrays(cache)]).total()

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .graph import as_on_metal, cache_arrays, launches
+from .graph import as_on_metal, launches, state_arrays
 from .shapes import as_loaded, config, quantisable
 
 _48B = config("48b", vocab=128)
@@ -71,7 +71,7 @@ def _count(model: nn.Module) -> dict[str, Any]:
     _begin(model, cache)
     logits = model(mx.array([[1]]), cache=cache)
     token = mx.argmax(logits[:, -1], axis=-1)
-    counts = launches([token, *cache_arrays(cache)])
+    counts = launches([token, *state_arrays(cache)])
     return {"launches": counts.total(), "of": dict(counts.most_common())}
 
 
