@@ -9,7 +9,17 @@ from helpers.tiny import difference, tiny_config, tiny_model, tiny_weights, toke
 from mlx.utils import tree_flatten
 from tolerances import STOCK
 
-from mlx_kda.bench import graph, op, profile, profile_tables, report, results, shapes, timing
+from mlx_kda.bench import (
+    graph,
+    op,
+    profile,
+    profile_tables,
+    report,
+    results,
+    shapes,
+    steps,
+    timing,
+)
 from mlx_kda.bench import model as bench_model
 from mlx_kda.cli.main import build_parser, main
 from mlx_kda.errors import UserError
@@ -69,6 +79,8 @@ def test_command_writes_csv_and_json_with_the_machine(tmp_path, capsys):
         (["op", "--paths", "fast"], "--paths takes"),
         (["model", "nowhere"], "nowhere"),
         (["profile"], "a model's folder or a --shape"),
+        (["model"], "a model's folder or a --shape"),
+        (["model", "--shape", "48b", "--layers", "3"], "--layers 4 or more"),
         (["profile", ".", "--shape", "48b"], "a model's folder or a --shape"),
         (["profile", "nowhere"], "nowhere"),
         (["profile", "--shape", "48b", "--runner", "fast"], "unknown runner"),
@@ -213,26 +225,58 @@ def test_a_page_shows_prefill_beside_decode_and_names_the_largest_parts():
 def test_a_page_takes_the_profile_of_another_machine(tmp_path, profile_rows):
     about = {"chip": "H200", "device": "CUDA GPU", "cores": 16, "command": "mlx-kda bench profile"}
     results.save(tmp_path, "profile", about, profile_rows)
-    page = report._recorded_profile(tmp_path / "profile.json")
+    page = report._recorded_profile(report._read([tmp_path / "profile.json"])["profile"][0])
     assert page.startswith("## Where the time goes: `mlx-kda bench profile`, CUDA GPU\n\nH200.")
     assert "| KDA recurrence |" in page and "A prefill of 20 tokens" in page
     results.save(tmp_path, "op", about, profile_rows)
-    with pytest.raises(UserError, match="bench op, not of bench profile"):
-        report._recorded_profile(tmp_path / "op.json")
+    with pytest.raises(UserError, match="bench op: only those of cuda, model, profile are added"):
+        report._read([tmp_path / "op.json"])
+
+
+def test_a_candidate_too_slow_for_the_next_context_is_left_out(monkeypatch, tmp_path):
+    rows = {"fast": 100.0, "slow": 10.0}
+
+    def both(models, prompt, *_):
+        for name in models:
+            row = {"candidate": name, "context": prompt.size, "tokens_per_second": rows[name]}
+            yield from ({**row, "phase": phase} for phase in ("prefill", "decode"))
+
+    monkeypatch.setattr(bench_model, "_both_phases", both)
+    models = dict.fromkeys(rows, tiny_model())
+    found = list(bench_model.run(models, [10, 40, 41, 4000], budget=2.0))
+    told = [(r["context"], r["candidate"]) for r in found if r["phase"] == "prefill"]
+    assert told == [(10, "fast"), (10, "slow"), (40, "fast"), (40, "slow"), (41, "fast")]
+
+    about = {"chip": "H200", "device": "CUDA GPU", "system": "Linux", "date": "today"}
+    about |= {"cores": 16, "command": "mlx-kda bench model"}
+    results.save(tmp_path, "model", about, found)
+    page = report._recorded_model(report._read([tmp_path / "model.json"])["model"][0])
+    assert page.startswith("### On another machine, CUDA GPU: `mlx-kda bench model`")
+    assert "| 41 | prefill | fast |" in page and "| 41 | prefill | slow |" not in page
+
+
+@pytest.mark.parametrize("q_bits", [None, 4])
+def test_models_of_one_shape_are_run_side_by_side(monkeypatch, q_bits):
+    monkeypatch.setitem(shapes.SHAPES, "48b", steps.CONFIG)
+    options = {"layers": 4, "vocab": 64, "dtype": "float32", "q_bits": q_bits, "runner": "ops"}
+    found = list(bench_model.of(shape="48b", contexts=[8], samples=3, budget=1, **options))
+    assert [r["candidate"] for r in found] == ["ours", "mlx-lm"] * 2
+    launches = {r["candidate"]: r["launches"] for r in found if r["phase"] == "decode"}
+    assert launches["ours"] < launches["mlx-lm"]
 
 
 def test_every_model_prefills_to_the_same_logits_and_ours_asks_for_fewer_launches(tmp_path):
     """mlx-lm leaves the head out until its last token, ours computes it for that one alone."""
     config = tiny_config()
     folder = write_model(tmp_path / "m", config, tiny_weights(config))
-    models = bench_model._models(folder)
+    models = bench_model._loaded(folder, "auto")
     assert list(models) == ["ours", "mlx-lm", "mlx-lm, our layout of weights"]
     prompt = tokens(24)
     want = models["ours"](prompt)[:, -1]
     for each in models.values():
         assert difference(bench_model._absorb(each, prompt, each.make_cache()), want) < STOCK
 
-    rows = list(bench_model.run(folder, [24], decode=2, samples=3, budget=1))
+    rows = list(bench_model.of(folder, contexts=[24], decode=2, samples=3, budget=1))
     assert [(r["phase"], r["candidate"]) for r in rows] == [
         (phase, name) for phase in ("prefill", "decode") for name in models
     ]

@@ -5,10 +5,11 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from helpers.tiny import difference
+from mlx_lm.models.switch_layers import SwitchLinear
 from tolerances import LAYER_FLOAT32 as FLOAT32
 from tolerances import LAYER_HALF
 
-from mlx_kda.layers import MoE
+from mlx_kda.layers import MoE, merged, moe
 from mlx_kda.layers.router import route
 
 
@@ -170,3 +171,32 @@ def test_many_tokens_take_the_merged_weights_as_they_lie(monkeypatch):
     monkeypatch.setattr(mx, "gather_mm", lambda x, w, **k: seen.append(w) or product(x, w, **k))
     mx.eval(layer(mx.random.normal((40, 32))))
     assert [w.shape[-1] for w in seen] == [whole.shape[1], 32]
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("cuda", [False, True])
+def test_experts_past_2_gib_are_not_merged_on_cuda(monkeypatch, cuda, dtype):
+    """The 48B's sizes: MLX's CUDA product of sorted rows reads elsewhere past 2 GiB of experts."""
+    monkeypatch.setattr(merged, "_on_cuda", lambda: cuda)
+    layers = [SwitchLinear(4, 4, 256, bias=False) for _ in range(2)]
+    for layer in layers:
+        layer.weight = mx.zeros((256, 1024, 2304), dtype=dtype)  # never evaluated
+    assert merged.in_reach(layers[:1]) == (not cuda or dtype == mx.bfloat16)  # 1.2 GB in bfloat16
+    assert merged.in_reach(layers) == (not cuda)
+    layers[0].scales = mx.zeros((1,))
+    assert merged.in_reach(layers)
+
+
+@pytest.mark.parametrize("shape", [(1, 40, 64), (1, 2, 64)])
+def test_experts_out_of_reach_are_not_sorted(monkeypatch, shape):
+    layer = MoE(64, 64, 7, top_k=3)
+    x = mx.random.normal(shape)
+    layer.merge()
+    expected = layer(x)
+    monkeypatch.setattr(moe, "in_reach", lambda layers: False)
+    layer.merge()
+    assert layer.switch_mlp._bundle is None
+    product, seen = mx.gather_mm, []
+    monkeypatch.setattr(mx, "gather_mm", lambda *a, **k: seen.append(k) or product(*a, **k))
+    assert difference(layer(x), expected) < FLOAT32
+    assert len(seen) == 3 and not any(k.get("sorted_indices") for k in seen)

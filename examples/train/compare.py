@@ -49,7 +49,7 @@ def main() -> None:
     )
     print("loading:", {k: sorted(v) for k, v in report.items() if v})
     theirs.eval()
-    worst, kept = 0.0, {}
+    agree, kept = True, {}
     prompts = [
         tokenizer.prompt([("user", "What is an anchor?")]),
         tokenizer.encode("In the beginning God created the heaven and the earth. " * 12),
@@ -60,12 +60,12 @@ def main() -> None:
         difference = ((a - b).abs().max() / a.abs().max()).item()
         same = (a.argmax(-1) == b.argmax(-1)).float().mean().item()
         print(f"{len(ids)} tokens: largest difference {difference:.2e}, same arg max {same:.3f}")
-        worst = max(worst, difference)
+        agree = agree and difference <= 1e-4
         kept[f"tokens_{number}"] = np.array(ids, dtype=np.int32)
         kept[f"logits_{number}"] = b[0, -4:].numpy()
     if args.save:
         np.savez_compressed(args.save, **kept)
-    sys.exit(worst > 1e-4)
+    sys.exit(not agree)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`bench model`: prefill and decode of one MLX folder, ours against mlx-lm's model class.
+"""`bench model`: prefill and decode of one model, ours against mlx-lm's model class.
 
 Each model prefills as its own library drives it. Ours computes the head for the last token only;
 mlx-lm evaluates its cache alone, for all tokens but the last, and takes that one as a step.
@@ -14,15 +14,63 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from ..errors import UserError
 from ..layers import blas_layout
 from .graph import launches, state_arrays
+from .shapes import config, one_source, random_model, stock_model
 from .timing import interleave
 
 _PREFILL_STEP = 2048
 
 
+def of(
+    folder: str | None = None,
+    *,
+    shape: str | None = None,
+    layers: int | None = None,
+    vocab: int | None = None,
+    q_bits: int | None = None,
+    dtype: str = "bfloat16",
+    runner: str = "auto",
+    device: str | None = None,
+    **options: Any,
+) -> Iterator[dict[str, Any]]:
+    """`run` for the model of a folder, or for random ones of a released shape.
+
+    Where our loader lays weights out for the CPU's BLAS, mlx-lm's model with the same layout is a
+    candidate of its own.
+
+    Args:
+        folder: a checkpoint's folder; else ``shape`` (with ``layers``, ``vocab``, ``q_bits`` and
+            ``dtype``, see `random_model`).
+        runner: what computes our KDA layers.
+        device: "cpu" or "gpu"; MLX's own choice unless given.
+
+    Raises:
+        UserError: no GPU, a folder that does not load, neither folder nor shape, or both; layers
+            too few for mlx-lm's class, which needs one with a key-value cache.
+    """
+    one_source(folder, shape, device)
+    if folder is None:
+        if not config(shape, layers)["linear_attn_config"]["full_attn_layers"]:
+            raise UserError("mlx-lm's class needs an MLA layer, the 4th: give --layers 4 or more")
+        drawn = {
+            "layers": layers,
+            "vocab": vocab,
+            "dtype": getattr(mx, dtype),
+            "q_bits": q_bits,
+        }
+        models = {
+            "ours": random_model(shape, **drawn, runner=runner),
+            "mlx-lm": stock_model(shape, **drawn),
+        }
+    else:
+        models = _loaded(Path(folder), runner)
+    yield from run(models, **options)
+
+
 def run(
-    folder: Path,
+    models: dict[str, nn.Module],
     contexts: list[int],
     *,
     decode: int = 20,
@@ -31,41 +79,56 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """One row for each (context, phase, candidate), as they come.
 
-    Where our loader lays weights out for the CPU's BLAS, mlx-lm's model with the same layout is a
-    candidate of its own. Peak memory is that of a candidate's weights and what it allocates.
+    A candidate is left out once a prefill would take it twice the ``budget``, by its speed at the
+    context before. Peak memory is that of a candidate's weights and what it allocates.
     """
-    models = _models(folder)
-    vocab = models["ours"].args.vocab_size
-    for context in contexts:
+    vocab = next(iter(models.values())).args.vocab_size
+    for i, context in enumerate(contexts):
         prompt = mx.array(np.random.default_rng(0).integers(0, vocab, (1, context), dtype=np.int32))
         mx.eval(prompt)
-        for phase, chain, tokens in (("prefill", _prefills, context), ("decode", _decodes, 1)):
-            chains = {name: chain(model, prompt) for name, model in models.items()}
-            timings = interleave(chains, samples=samples, calls=decode, budget=budget)
-            for name, timing in timings.items():
-                row = {
-                    "candidate": name,
-                    "phase": phase,
-                    "context": context,
-                    "ms": timing.median * 1e3,
-                    "tokens_per_second": tokens / timing.median,
-                    "spread": timing.spread,
-                    "steady": timing.steady,
-                    "samples": timing.samples,
-                    "calls": timing.calls,
-                    "peak_mb": _peak(models[name], chain, prompt) / 1e6,
-                }
-                if phase == "decode":
-                    row["launches"] = _launches(models[name], prompt)
-                yield row
+        speeds = {}
+        for row in _both_phases(models, prompt, decode, samples, budget):
+            if row["phase"] == "prefill":
+                speeds[row["candidate"]] = row["tokens_per_second"]
+            yield row
+        following = contexts[i + 1] if i + 1 < len(contexts) else 0
+        models = {n: m for n, m in models.items() if following <= 2 * budget * speeds[n]}
+        if not models:
+            return
 
 
-def _models(folder: Path) -> dict[str, nn.Module]:
+def _both_phases(
+    models: dict[str, nn.Module], prompt: mx.array, decode: int, samples: int, budget: float
+) -> Iterator[dict[str, Any]]:
+    context = prompt.size
+    for phase, chain, tokens in (("prefill", _prefills, context), ("decode", _decodes, 1)):
+        chains = {name: chain(model, prompt) for name, model in models.items()}
+        timings = interleave(chains, samples=samples, calls=decode, budget=budget)
+        del chains  # and their caches
+        for name, timing in timings.items():
+            row = {
+                "candidate": name,
+                "phase": phase,
+                "context": context,
+                "ms": timing.median * 1e3,
+                "tokens_per_second": tokens / timing.median,
+                "spread": timing.spread,
+                "steady": timing.steady,
+                "samples": timing.samples,
+                "calls": timing.calls,
+                "peak_mb": _peak(models[name], chain, prompt) / 1e6,
+            }
+            if phase == "decode":
+                row["launches"] = _launches(models[name], prompt)
+            yield row
+
+
+def _loaded(folder: Path, runner: str) -> dict[str, nn.Module]:
     from mlx_lm.utils import load_model as mlx_lm_load
 
     from ..models import load_model
 
-    models = {"ours": load_model(folder), "mlx-lm": mlx_lm_load(folder)[0]}
+    models = {"ours": load_model(folder, runner), "mlx-lm": mlx_lm_load(folder)[0]}
     if blas_layout.applies() and models["ours"].model.dtype == mx.float32:
         models["mlx-lm, our layout of weights"] = mlx_lm_load(folder)[0]
         blas_layout.lay_out(models["mlx-lm, our layout of weights"])

@@ -18,12 +18,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..errors import UserError
 from ..kernels import chunk, decode, epilogue, prologue, recurrent
 from ..layers import MLA, KimiDeltaAttention, MoE, blas_layout
 from ..layers import mix as operations
 from ..models import load_model
-from .shapes import random_model
+from .shapes import one_source, random_model
 from .timing import STEADY, spread
 
 MIX, OP, GATED = "KDA convolutions and gates", "KDA recurrence", "KDA gated norm"
@@ -169,12 +168,7 @@ def of(
     Raises:
         UserError: no GPU, a folder that does not load, neither folder nor shape, or both.
     """
-    if (folder is None) == (shape is None):
-        raise UserError("name a model's folder or a --shape, one of the two")
-    if device == "gpu" and not mx.is_available(mx.gpu):
-        raise UserError("MLX has no GPU on this machine: leave --device gpu out")
-    if device is not None:
-        mx.set_default_device(mx.gpu if device == "gpu" else mx.cpu)
+    one_source(folder, shape, device)
     if folder is None:
         models = {
             "": random_model(

@@ -2,6 +2,7 @@
 
 import argparse
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,16 @@ from ..errors import UserError
 from ..files import write_text
 from . import cuda_tables, machine, profile_tables, results
 
+# A model's folder and not a shape, on MLX's own device.
+_FOLDER = {
+    "shape": None,
+    "layers": None,
+    "vocab": None,
+    "q_bits": 0,
+    "dtype": "bfloat16",
+    "runner": "auto",
+    "device": None,
+}
 # What each table of the page is run with, beside the options of `bench all`.
 _PLAN: dict[str, dict[str, Any]] = {
     "op": {
@@ -21,18 +32,8 @@ _PLAN: dict[str, dict[str, Any]] = {
         "paths": "auto",
         "samples": 7,
     },
-    "model": {"contexts": [256, 1024], "samples": 5},
-    "profile": {
-        "shape": None,
-        "layers": None,
-        "vocab": None,
-        "q_bits": 0,
-        "dtype": "bfloat16",
-        "runner": "auto",
-        "device": None,
-        "tokens": 512,
-        "samples": 5,
-    },
+    "model": {**_FOLDER, "contexts": [256, 1024], "samples": 5},
+    "profile": {**_FOLDER, "tokens": 512, "samples": 5},
     "launches": {"q_bits": 4},
     "counters": {"tokens": 64, "dim": 128, "dtype": "bfloat16"},
 }
@@ -42,6 +43,7 @@ def write(path: Path, command: str, args: argparse.Namespace, run_one: Callable)
     """Run the kinds of `_PLAN` and write the page; ``run_one(benchmark, options)`` gives rows."""
     from ..cli.benchmarks import BENCHMARKS
 
+    recorded = _read(args.recorded)
     about = machine.describe(command)
     parts = [_head(about)]
     with tempfile.TemporaryDirectory(prefix="mlx-kda-bench-") as scratch:
@@ -53,12 +55,13 @@ def write(path: Path, command: str, args: argparse.Namespace, run_one: Callable)
             rows = run_one(benchmark, options)
             if name == "profile":
                 parts.append(_profile(rows, about, args.model or "the small checkpoint"))
-                parts += [_recorded_profile(Path(file)) for file in args.profile]
-                parts.append(_DONE)
             else:
                 columns, note = benchmark.columns, benchmark.note
                 parts.append(_section(benchmark.what, columns, note, rows, about))
-    parts += [_cuda(Path(file)) for file in args.cuda]
+            parts += [_RECORDED[name](document) for document in recorded[name]]
+            if name == "profile":
+                parts.append(_DONE)
+    parts += [_cuda(document) for document in recorded["cuda"]]
     parts.append(_predicted(rows) if about["device"] != "Metal GPU" else "")
     parts.append(_UNKNOWN)
     try:
@@ -122,22 +125,36 @@ def _profile(rows: list[dict[str, Any]], about: dict[str, Any], what: str, note:
     return "\n\n".join(part for part in parts if part)
 
 
-def _recorded_profile(path: Path) -> str:
-    """Rows that `bench profile` wrote on another machine."""
-    document = results.load(path)
-    if document["benchmark"] != "profile":
-        raise UserError(
-            f"{path} holds results of bench {document['benchmark']}, not of bench profile"
-        )
+def _read(files: list[str]) -> defaultdict[str, list[dict[str, Any]]]:
+    """Benchmark -> what `bench` saved of it on other machines."""
+    found = defaultdict(list)
+    for file in files:
+        document = results.load(Path(file))
+        if document["benchmark"] not in _RECORDED:
+            raise UserError(
+                f"{file} holds results of bench {document['benchmark']}: only those of "
+                f"{', '.join(sorted(_RECORDED))} are added from another machine"
+            )
+        found[document["benchmark"]].append(document)
+    return found
+
+
+def _recorded_profile(document: dict[str, Any]) -> str:
     about = document["machine"]
     return _profile(document["rows"], about, f"`{about['command']}`", document.get("note", ""))
 
 
-def _cuda(path: Path) -> str:
-    """Rows that `bench cuda` wrote on another machine."""
-    document = results.load(path)
-    if document["benchmark"] != "cuda":
-        raise UserError(f"{path} holds results of bench {document['benchmark']}, not of bench cuda")
+def _recorded_model(document: dict[str, Any]) -> str:
+    from ..cli.benchmarks import BENCHMARKS
+
+    about, rows = document["machine"], document["rows"]
+    title = f"### On another machine, {about['device']}: `{about['command']}`"
+    where = f"{about['chip']}, {about['system']}, {about['date']}."
+    table = results.markdown(rows, BENCHMARKS["model"].columns)
+    return "\n\n".join(part for part in (title, where, table, _noise(rows, about)) if part)
+
+
+def _cuda(document: dict[str, Any]) -> str:
     about = document["machine"]
     packages = ", ".join(f"{name} {version}" for name, version in about["packages"].items())
     from ..cli.benchmarks import BENCHMARKS
@@ -148,6 +165,9 @@ def _cuda(path: Path) -> str:
 {about["chip"]}, {about["system"]}, {packages}, {about["date"]}. {note}
 
 {cuda_tables.markdown(document["rows"])}"""
+
+
+_RECORDED = {"cuda": _cuda, "model": _recorded_model, "profile": _recorded_profile}
 
 
 def _predicted(rows: list[dict[str, Any]]) -> str:

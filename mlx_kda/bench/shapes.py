@@ -6,6 +6,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..errors import UserError
 from ..layers import MoE
 from ..layers.blas_layout import lay_out
 
@@ -26,6 +27,7 @@ SHAPES = {
         "v_head_dim": 128,
         "kv_lora_rank": 512,
         "mla_use_nope": True,
+        "rope_theta": 10000.0,
         "rms_norm_eps": 1e-5,
         "model_max_length": 1048576,
         "num_experts": 256,
@@ -37,6 +39,7 @@ SHAPES = {
         "routed_scaling_factor": 2.446,
         "first_k_dense_replace": 1,
         "moe_layer_freq": 1,
+        "use_grouped_topk": True,
         "num_expert_group": 1,
         "topk_group": 1,
         "linear_attn_config": {
@@ -61,6 +64,23 @@ def config(shape: str, layers: int | None = None, vocab: int | None = None) -> d
     return made
 
 
+def one_source(folder: str | None, shape: str | None, device: str | None) -> None:
+    """Check that a model comes from a folder or has a shape, and make ``device`` MLX's default.
+
+    Args:
+        device: "cpu" or "gpu"; MLX's own choice unless given.
+
+    Raises:
+        UserError: neither folder nor shape, or both; no GPU.
+    """
+    if (folder is None) == (shape is None):
+        raise UserError("name a model's folder or a --shape, one of the two")
+    if device == "gpu" and not mx.is_available(mx.gpu):
+        raise UserError("MLX has no GPU on this machine: leave --device gpu out")
+    if device is not None:
+        mx.set_default_device(mx.gpu if device == "gpu" else mx.cpu)
+
+
 def random_model(
     shape: str,
     *,
@@ -83,16 +103,42 @@ def random_model(
 
     model = Model(ModelArgs.from_dict(config(shape, layers, vocab)))
     model.runner = runner
-    model.set_dtype(dtype)
-    if q_bits:
-        nn.quantize(model, 64, q_bits, class_predicate=quantisable(model))
+    pack(model, dtype, q_bits)
     as_loaded(model)
-    for layer in model.layers:
-        mx.eval(layer.parameters())
-    mx.eval(model.parameters())
+    _draw(model)
     lay_out(model)
     model.merge()
     return model.eval()
+
+
+def stock_model(
+    shape: str,
+    *,
+    layers: int | None = None,
+    vocab: int | None = None,
+    dtype: mx.Dtype = mx.bfloat16,
+    q_bits: int | None = None,
+) -> nn.Module:
+    """mlx-lm's model of the same shape, with random weights of its own (see `random_model`)."""
+    from mlx_lm.models.kimi_linear import Model, ModelArgs
+
+    model = Model(ModelArgs.from_dict(config(shape, layers, vocab)))
+    pack(model, dtype, q_bits)
+    _draw(model)
+    return model.eval()
+
+
+def pack(model: nn.Module, dtype: mx.Dtype, q_bits: int | None) -> None:
+    """Give every weight a dtype, and quantise by mlx-lm's rule if asked."""
+    model.set_dtype(dtype)
+    if q_bits:
+        nn.quantize(model, 64, q_bits, class_predicate=quantisable(model))
+
+
+def _draw(model: nn.Module) -> None:
+    for layer in model.layers:
+        mx.eval(layer.parameters())
+    mx.eval(model.parameters())
 
 
 def as_loaded(model: nn.Module) -> None:

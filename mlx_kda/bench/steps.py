@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .graph import as_on_metal, launches, state_arrays
-from .shapes import as_loaded, config, quantisable
+from .shapes import as_loaded, config, pack
 
 _48B = config("48b", vocab=128)
 # Layers, experts chosen, taps and groups of the 48B; sizes that quantise and nothing more.
@@ -25,10 +25,8 @@ CONFIG = _48B | {
     "qk_rope_head_dim": 64,
     "v_head_dim": 64,
     "kv_lora_rank": 64,
-    "rope_theta": 10000.0,
     "num_experts": 16,
     "moe_intermediate_size": 64,
-    "use_grouped_topk": True,
     "linear_attn_config": _48B["linear_attn_config"] | {"num_heads": 8, "head_dim": 64},
 }
 
@@ -42,9 +40,7 @@ def run(q_bits: int | None = 4) -> Iterator[dict[str, Any]]:
             ("ours, operations", _ours()),
             ("mlx-lm", _theirs()),
         ):
-            model.set_dtype(mx.bfloat16)
-            if q_bits:
-                nn.quantize(model, 64, q_bits, class_predicate=quantisable(model))
+            pack(model, mx.bfloat16, q_bits)
             if name != "mlx-lm":
                 as_loaded(model)
                 model.merge("one by one" not in name)

@@ -58,18 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens of op (default: 1,64,512,2048)",
     )
     everything.add_argument(
-        "--cuda",
+        "--recorded",
         metavar="FILE",
         action="append",
         default=[],
-        help="JSON of bench cuda from another machine, to add to the page; may be repeated",
-    )
-    everything.add_argument(
-        "--profile",
-        metavar="FILE",
-        action="append",
-        default=[],
-        help="JSON of bench profile from another machine, to add to the page; may be repeated",
+        help="JSON of bench cuda, model or profile from another machine, to add; may be repeated",
     )
 
     plot = kinds.add_parser("plot", help="draw saved results to SVG and PNG")

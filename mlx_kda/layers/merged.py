@@ -95,6 +95,21 @@ class MergedExperts(Merged):
         return mx.split(y, self.ends, axis=-1)
 
 
+def in_reach(layers: Sequence[nn.Module]) -> bool:
+    """Whether MLX's product of sorted rows finds every expert of ``layers`` [E, out, in], merged.
+
+    MLX's CUDA build (0.32.4) counts the bytes before an expert's weights in 32 bits: past 2 GiB it
+    reads elsewhere and says nothing. Packed weights go through another kernel there.
+    """
+    if not _on_cuda() or "scales" in layers[0]:
+        return True
+    return sum(layer.weight[1:].nbytes for layer in layers) < 2**31
+
+
+def _on_cuda() -> bool:
+    return mx.cuda.is_available() and mx.default_device() != mx.cpu
+
+
 def gather(layer: nn.Module, x: mx.array, chosen: mx.array, rows: mx.array) -> mx.array:
     """Row ``rows`` of x [..., 1, D] through expert ``chosen``: [*chosen.shape, 1, out]."""
     return _gather(layer, layer, x, rhs_indices=chosen, lhs_indices=rows)

@@ -1,6 +1,7 @@
 """Mixture of experts: routed SwiGLU experts, plus shared ones that see every token."""
 
 import math
+from collections.abc import Callable
 from functools import lru_cache, partial
 
 import mlx.core as mx
@@ -10,7 +11,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 from ..kernels.route import moe_route
 from ..kernels.route import supported as route_supported
 from ..ops.elementwise import swiglu
-from .merged import Bundle, MergedExperts, gather
+from .merged import Bundle, MergedExperts, gather, in_reach
 from .mlp import MLP
 from .router import route
 
@@ -29,7 +30,8 @@ class Experts(SwitchGLU):
         self._bundle: Bundle | None = None
 
     def merge(self, on: bool = True) -> None:
-        """Apply gate and up as one map, or one by one."""
+        """Apply gate and up as one map, where MLX can sort rows for it, or one by one."""
+        on = on and in_reach(self._inputs())
         self._bundle = Bundle(self._inputs()) if on else None
 
     def _inputs(self) -> tuple[nn.Module, nn.Module]:
@@ -37,16 +39,20 @@ class Experts(SwitchGLU):
 
     def __call__(self, x: mx.array, chosen: mx.array) -> mx.array:
         """x [..., D], chosen experts [..., k] -> [..., k, D]."""
-        if x.dtype == mx.float32 or mx.default_device() != mx.cpu:
-            merged = None if self._bundle is None else self._bundle.whole(self._inputs())
-            if merged is None:
-                return super().__call__(x, chosen)
+        if x.dtype != mx.float32 and mx.default_device() == mx.cpu:
+            return self._unsorted(_cpu_linear, x, chosen)
+        merged = None if self._bundle is None else self._bundle.whole(self._inputs())
+        if merged is not None:
             return (self._few if chosen.size < _SORTED_FROM else self._many)(merged, x, chosen)
+        if not all(in_reach([layer]) for layer in (*self._inputs(), self.down_proj)):
+            return self._unsorted(lambda layer, *args: layer(*args), x, chosen)
+        return super().__call__(x, chosen)
+
+    def _unsorted(self, apply: Callable, x: mx.array, chosen: mx.array) -> mx.array:
+        """A product for each token and expert, each map by ``apply(map, rows, chosen)``."""
         rows = x[..., None, None, :]
-        hidden = swiglu(
-            _cpu_linear(self.gate_proj, rows, chosen), _cpu_linear(self.up_proj, rows, chosen)
-        )
-        return _cpu_linear(self.down_proj, hidden, chosen).squeeze(-2)
+        hidden = swiglu(apply(self.gate_proj, rows, chosen), apply(self.up_proj, rows, chosen))
+        return apply(self.down_proj, hidden, chosen).squeeze(-2)
 
     def _few(self, merged: MergedExperts, x: mx.array, chosen: mx.array) -> mx.array:
         """A few tokens: two gathered products, and no launch that only counts rows."""

@@ -3,31 +3,14 @@
 import argparse
 import itertools
 from pathlib import Path
+from typing import Any
 
 from mlx_kda.cli import checks, parsing
 from mlx_kda.cli.benchmarks.kind import MOST, Benchmark, Rows, columns, timed
 
 
-def _model_arguments(parser: argparse.ArgumentParser) -> None:
-    timed(parser)
-    parser.add_argument("model", metavar="MODEL", help="folder of a checkpoint")
-    parser.add_argument(
-        "--contexts",
-        type=parsing.numbers,
-        default=[1024, 8192],
-        metavar="N,N",
-        help="tokens in the context (default: 1024,8192)",
-    )
-
-
-def _model_rows(args: argparse.Namespace) -> Rows:
-    checks.checkpoint(args.model)
-    from mlx_kda.bench import model
-
-    return model.run(Path(args.model), args.contexts, samples=args.samples, budget=args.budget)
-
-
-def _profile_arguments(parser: argparse.ArgumentParser) -> None:
+def _subject_arguments(parser: argparse.ArgumentParser) -> None:
+    """What model is run, and by what."""
     parser.add_argument(
         "model", metavar="MODEL", nargs="?", help="folder of a checkpoint, or else --shape"
     )
@@ -50,10 +33,43 @@ def _profile_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=("float32", "float16", "bfloat16"),
         default="bfloat16",
-        help="of the activations (default: bfloat16)",
+        help="of its activations (default: bfloat16)",
     )
     parser.add_argument("--runner", default="auto", help="of the KDA layers (default: auto)")
     parser.add_argument("--device", choices=("cpu", "gpu"), help="default: MLX's own choice")
+
+
+def _subject(args: argparse.Namespace) -> dict[str, Any]:
+    """The same as options of a benchmark's ``of``."""
+    if args.model is not None and args.shape is None:
+        checks.checkpoint(args.model)
+    names = ("shape", "layers", "vocab", "dtype", "runner", "device", "samples", "budget")
+    options = {name: getattr(args, name) for name in names}
+    return {"folder": args.model, "q_bits": args.q_bits or None, **options}
+
+
+def _model_arguments(parser: argparse.ArgumentParser) -> None:
+    _subject_arguments(parser)
+    timed(parser)
+    parser.add_argument(
+        "--contexts",
+        type=parsing.numbers,
+        default=[1024, 8192],
+        metavar="N,N",
+        help="tokens in the context (default: 1024,8192)",
+    )
+
+
+def _model_rows(args: argparse.Namespace) -> Rows:
+    options = _subject(args)
+    from mlx_kda.bench import model
+
+    return model.of(**options, contexts=args.contexts)
+
+
+def _profile_arguments(parser: argparse.ArgumentParser) -> None:
+    _subject_arguments(parser)
+    timed(parser)
     parser.add_argument(
         "--tokens",
         type=parsing.number(int, 1, MOST),
@@ -61,22 +77,13 @@ def _profile_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="tokens of the prefill (default: 512)",
     )
-    timed(parser)
 
 
 def _profile_rows(args: argparse.Namespace) -> Rows:
-    if args.model is not None and args.shape is None:
-        checks.checkpoint(args.model)
+    options = _subject(args)
     from mlx_kda.bench import profile
 
-    options = {name: getattr(args, name) for name in _PROFILE_OPTIONS}
-    return profile.of(args.model, **options, q_bits=args.q_bits or None)
-
-
-_PROFILE_OPTIONS = (
-    *("shape", "layers", "vocab", "dtype", "runner", "device"),
-    *("tokens", "samples", "budget"),
-)
+    return profile.of(**options, tokens=args.tokens)
 
 
 def _convert_arguments(parser: argparse.ArgumentParser) -> None:
@@ -157,7 +164,7 @@ def _endurance_rows(args: argparse.Namespace) -> Rows:
 MODELS = (
     Benchmark(
         "model",
-        "prefill and decode of an MLX folder against mlx-lm's class",
+        "prefill and decode of a model against mlx-lm's class",
         columns(
             "context phase candidate ms tokens_per_second spread launches peak_mb",
             tokens_per_second="tokens/s",
@@ -165,11 +172,12 @@ MODELS = (
         ),
         _model_arguments,
         _model_rows,
-        "The same folder for all. Prefill is each library's own: mlx-lm leaves the head out "
-        "until the last token, ours computes it for that token alone; decode is one loop. On "
-        "a Linux CPU how weights lie in memory is part of the difference: our loader lays "
-        "them out for its BLAS, mlx-lm's does not, and the third candidate is its model with "
-        "our layout. Launches are nodes of this device's graph.",
+        "The same folder for all, or random weights of one shape. Prefill is each library's own: "
+        "mlx-lm leaves the head out until the last token, ours computes it for that token alone; "
+        "decode is one loop. On a Linux CPU how weights lie in memory is part of the difference: "
+        "our loader lays them out for its BLAS, mlx-lm's does not, and the third candidate is its "
+        "model with our layout. Launches are nodes of this device's graph. A candidate is left out "
+        "once a prefill would take it twice the seconds allowed.",
     ),
     Benchmark(
         "profile",
