@@ -101,10 +101,11 @@ def _both_phases(
     models: dict[str, nn.Module], prompt: mx.array, decode: int, samples: int, budget: float
 ) -> Iterator[dict[str, Any]]:
     context = prompt.size
-    for phase, chain, tokens in (("prefill", _prefills, context), ("decode", _decodes, 1)):
-        chains = {name: chain(model, prompt) for name, model in models.items()}
+    for phase, chain, tokens in (("prefill", _Prefills, context), ("decode", _Decodes, 1)):
+        chains, peaks = {}, {}
+        for name, model in models.items():
+            chains[name], peaks[name] = _started(chain, model, prompt)
         timings = interleave(chains, samples=samples, calls=decode, budget=budget)
-        del chains  # and their caches
         for name, timing in timings.items():
             row = {
                 "candidate": name,
@@ -116,11 +117,22 @@ def _both_phases(
                 "steady": timing.steady,
                 "samples": timing.samples,
                 "calls": timing.calls,
-                "peak_mb": _peak(models[name], chain, prompt) / 1e6,
+                "peak_mb": peaks[name] / 1e6,
             }
             if phase == "decode":
-                row["launches"] = _launches(models[name], prompt)
+                row["launches"] = chains[name].count_launches()
             yield row
+
+
+def _started(chain: type, model: nn.Module, prompt: mx.array) -> tuple[Callable, int]:
+    """A chain after one call, and bytes of the weights and of what that call allocates or holds."""
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    run = chain(model, prompt)
+    mx.reset_peak_memory()
+    run(1)
+    weights = sum(w.nbytes for _, w in tree_flatten(model.parameters()))
+    return run, weights + mx.get_peak_memory() - before
 
 
 def _loaded(folder: Path, runner: str) -> dict[str, nn.Module]:
@@ -153,42 +165,33 @@ def _absorb(model: nn.Module, prompt: mx.array, cache: list[Any]) -> mx.array:
     return logits[:, -1]
 
 
-def _prefills(model: nn.Module, prompt: mx.array) -> Callable[[int], None]:
-    def run(calls: int) -> None:
+class _Prefills:
+    """Prefills of one prompt, each from nothing."""
+
+    def __init__(self, model: nn.Module, prompt: mx.array):
+        self.model, self.prompt = model, prompt
+
+    def __call__(self, calls: int) -> None:
         for _ in range(calls):
-            _absorb(model, prompt, model.make_cache())
-
-    return run
+            _absorb(self.model, self.prompt, self.model.make_cache())
 
 
-def _decodes(model: nn.Module, prompt: mx.array) -> Callable[[int], None]:
-    cache = model.make_cache()
-    token = mx.argmax(_absorb(model, prompt, cache), axis=-1)[:, None]
+class _Decodes:
+    """Steps of greedy decoding after a prompt, each evaluated before the next."""
 
-    def run(calls: int) -> None:
-        nonlocal token
+    def __init__(self, model: nn.Module, prompt: mx.array):
+        self.model, self.cache = model, model.make_cache()
+        self.token = mx.argmax(_absorb(model, prompt, self.cache), axis=-1)[:, None]
+
+    def __call__(self, calls: int) -> None:
         for _ in range(calls):
-            token = mx.argmax(model(token, cache=cache)[:, -1], axis=-1)[:, None]
-            mx.eval(token, state_arrays(cache))
+            self.token = self._next()
+            mx.eval(self.token, state_arrays(self.cache))
 
-    return run
+    def _next(self) -> mx.array:
+        return mx.argmax(self.model(self.token, cache=self.cache)[:, -1], axis=-1)[:, None]
 
-
-def _peak(model: nn.Module, chain: Callable, prompt: mx.array) -> int:
-    """Bytes of the weights and of what one call allocates, its cache included."""
-    mx.clear_cache()
-    before = mx.get_active_memory()
-    once = chain(model, prompt)
-    mx.reset_peak_memory()
-    once(1)
-    weights = sum(w.nbytes for _, w in tree_flatten(model.parameters()))
-    return weights + mx.get_peak_memory() - before
-
-
-def _launches(model: nn.Module, prompt: mx.array) -> int:
-    """Nodes of the graph of one decode step."""
-    cache = model.make_cache()
-    token = mx.argmax(_absorb(model, prompt, cache), axis=-1)[:, None]
-    mx.eval(token)
-    logits = model(token, cache=cache)
-    return launches([logits, *state_arrays(cache)]).total()
+    def count_launches(self) -> int:
+        """Nodes of the graph of the next step."""
+        token = self._next()
+        return launches([token, *state_arrays(self.cache)]).total()
