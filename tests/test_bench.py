@@ -1,6 +1,8 @@
 """The benchmark command: what it writes, and what it refuses."""
 
+import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -21,6 +23,7 @@ from mlx_kda.bench import (
     timing,
 )
 from mlx_kda.bench import model as bench_model
+from mlx_kda.cli.benchmarks import BENCHMARKS
 from mlx_kda.cli.main import build_parser, main
 from mlx_kda.errors import UserError
 from mlx_kda.models.config import DENSE, MLA, MOE, KimiLinearConfig
@@ -285,3 +288,39 @@ def test_every_model_prefills_to_the_same_logits_and_ours_asks_for_fewer_launche
     assert launches["mlx-lm"] == launches["mlx-lm, our layout of weights"]
     weights = sum(w.nbytes for _, w in tree_flatten(models["ours"].parameters())) / 1e6
     assert all(weights < r["peak_mb"] < 2 * weights + 10 for r in rows)
+
+
+def test_a_stopped_run_keeps_its_rows_and_does_not_look_whole(tmp_path, monkeypatch, capsys):
+    def rows(stop):
+        yield {"candidate": "ours", "launches": 1}
+        if stop:
+            raise KeyboardInterrupt
+        yield {"candidate": "mlx-lm", "launches": 2}
+
+    def run(stop):
+        kind = dataclasses.replace(BENCHMARKS["launches"], rows=lambda args: rows(stop))
+        monkeypatch.setitem(BENCHMARKS, "launches", kind)
+        monkeypatch.setattr(sys, "argv", ["mlx-kda", "bench", "launches", "--out", str(new)])
+        return main(sys.argv[1:])
+
+    new = tmp_path / "new"
+    partial = new / "launches.partial.json"
+    assert run(stop=True) == 130
+    assert f"rows until then: {partial}" in capsys.readouterr().err
+    document = results.load(partial)
+    assert document["machine"]["command"] == "mlx-kda bench launches --out new"
+    assert document["rows"] == [{"candidate": "ours", "launches": 1}]
+    assert document["complete"] is False and [p.name for p in partial.parent.iterdir()] == [
+        partial.name
+    ]
+    assert "stopped before its end" in report._recorded_model({**document, "benchmark": "model"})
+
+    assert run(stop=False) == 0
+    assert sorted(p.name for p in partial.parent.iterdir()) == ["launches.csv", "launches.json"]
+    assert len(results.load(tmp_path / "new" / "launches.json")["rows"]) == 2
+
+
+def test_results_need_a_folder_that_can_be_made(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["bench", "launches", "--out", str(tmp_path / "file" / "x")]) == 2
+    assert "cannot make the folder" in capsys.readouterr().err

@@ -141,7 +141,7 @@ def _read(files: list[str]) -> defaultdict[str, list[dict[str, Any]]]:
 
 def _recorded_profile(document: dict[str, Any]) -> str:
     about = document["machine"]
-    return _profile(document["rows"], about, f"`{about['command']}`", document.get("note", ""))
+    return _profile(document["rows"], about, f"`{about['command']}`", _stopped(document))
 
 
 def _recorded_model(document: dict[str, Any]) -> str:
@@ -151,7 +151,12 @@ def _recorded_model(document: dict[str, Any]) -> str:
     title = f"### On another machine, {about['device']}: `{about['command']}`"
     where = f"{about['chip']}, {about['system']}, {about['date']}."
     table = results.markdown(rows, BENCHMARKS["model"].columns)
-    return "\n\n".join(part for part in (title, where, table, _noise(rows, about)) if part)
+    parts = (title, where, table, _stopped(document), _noise(rows, about))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _stopped(document: dict[str, Any]) -> str:
+    return "" if document.get("complete", True) else "The run was stopped before its end."
 
 
 def _cuda(document: dict[str, Any]) -> str:
@@ -164,7 +169,9 @@ def _cuda(document: dict[str, Any]) -> str:
 
 {about["chip"]}, {about["system"]}, {packages}, {about["date"]}. {note}
 
-{cuda_tables.markdown(document["rows"])}"""
+{cuda_tables.markdown(document["rows"])}
+
+{_stopped(document)}""".rstrip()
 
 
 _RECORDED = {"cuda": _cuda, "model": _recorded_model, "profile": _recorded_profile}

@@ -3,7 +3,8 @@
 import csv
 import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,62 @@ Row = dict[str, Any]
 
 def save(folder: Path, name: str, machine: Row, rows: Sequence[Row]) -> tuple[Path, Path]:
     """Write NAME.json (machine and rows) and NAME.csv (rows), each under a temporary name first."""
+    paths = folder / f"{name}.json", folder / f"{name}.csv"
+    _write(paths[0], {"benchmark": name, "machine": machine, "rows": list(rows)})
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        paths = folder / f"{name}.json", folder / f"{name}.csv"
-        document = {"benchmark": name, "machine": machine, "rows": list(rows)}
-        write_text(paths[0], json.dumps(document, indent=1) + "\n")
         write_text(paths[1], _csv(rows))
     except OSError as e:
-        raise UserError(f"cannot write results to {folder}: {e.strerror}") from e
+        raise UserError(f"cannot write {paths[1]}: {e.strerror}") from e
     return paths
 
 
+class Saving:
+    """Rows in NAME.partial.json as they come: a run that is stopped loses none.
+
+    Args:
+        folder, name: where, and of which benchmark.
+        describe: what `machine.describe` says, asked for at the first row.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, name: str, describe: Callable[[], Row]):
+        self.folder, self.name, self.rows = folder, name, []
+        self.path = folder / f"{name}.partial.json"
+        self._describe = cache(describe)
+        _make(folder)
+
+    def add(self, row: Row) -> None:
+        """Keep one more row."""
+        self.rows.append(row)
+        document = {"benchmark": self.name, "machine": self._describe(), "rows": self.rows}
+        _write(self.path, {**document, "complete": False})
+
+    def finish(self) -> tuple[Path, Path]:
+        """`save` all of them and remove the partial file."""
+        paths = save(self.folder, self.name, self._describe(), self.rows)
+        self.path.unlink(missing_ok=True)
+        return paths
+
+
+def _write(path: Path, document: Row) -> None:
+    _make(path.parent)
+    try:
+        write_text(path, json.dumps(document, indent=1) + "\n")
+    except OSError as e:
+        raise UserError(f"cannot write {path}: {e.strerror}") from e
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"cannot make the folder {folder}: {e.strerror}") from e
+
+
 def load(path: Path) -> dict[str, Any]:
-    """A document that `save` wrote."""
+    """A document that `save` wrote, or `Saving` of a run that was stopped ("complete" is False)."""
     try:
         document = json.loads(path.read_text())
     except OSError as e:

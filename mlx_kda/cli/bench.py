@@ -3,6 +3,8 @@
 import argparse
 import shlex
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for benchmark in BENCHMARKS.values():
         kind = kinds.add_parser(benchmark.name, help=benchmark.what, description=benchmark.what)
         benchmark.add_arguments(kind)
-        kind.add_argument("--out", metavar="DIR", help=f"write {benchmark.name}.json and .csv")
+        kind.add_argument(
+            "--out",
+            metavar="DIR",
+            help=f"write {benchmark.name}.json and .csv (and .partial.json until all is there)",
+        )
         if isinstance(benchmark, Promise):
             kind.add_argument("--report", metavar="FILE", help="Markdown page to write")
 
@@ -86,9 +92,10 @@ def _run(args: argparse.Namespace) -> int:
         for path in draw(saved, Path(args.picture)):
             note(f"wrote {path}")
         return 0
-    # A scratch folder's path says nothing to others, and pages are published.
+    # Where files lie on this machine says nothing to others, and pages are published.
     scratch = getattr(args, "folder", None)
-    command = shlex.join("FOLDER" if a == scratch else a for a in ["mlx-kda", *sys.argv[1:]])
+    told = ["FOLDER" if a == scratch else Path(a).name if a[:1] == "/" else a for a in sys.argv[1:]]
+    command = shlex.join(["mlx-kda", *told])
     if args.kind == "all":
         from mlx_kda.bench import report
 
@@ -99,34 +106,44 @@ def _run(args: argparse.Namespace) -> int:
     benchmark = BENCHMARKS[args.kind]
     report = getattr(args, "report", None)
     checks.writable(report, "--report")
-    rows = run_one(benchmark, args)
+
+    from mlx_kda.bench import machine
+
+    about = cache(lambda: machine.describe(command))
+    saving = results.Saving(Path(args.out), args.kind, about) if args.out else None
+    try:
+        rows = run_one(benchmark, args, saving.add if saving else None)
+    except BaseException:
+        if saving and saving.rows:
+            note(f"rows until then: {saving.path}")
+        raise
     print(results.markdown(rows, benchmark.columns))
     if benchmark.note:
         note(benchmark.note)
-    if args.out or report:
-        from mlx_kda.bench import machine
-
-        about = machine.describe(command)
-        written = results.save(Path(args.out), args.kind, about, rows) if args.out else ()
-        if report:
-            write_text(Path(report), benchmark.page(about, rows))
-            written = (*written, Path(report))
-        for path in written:
-            note(f"wrote {path}")
+    written = saving.finish() if saving else ()
+    if report:
+        write_text(Path(report), benchmark.page(about(), rows))
+        written = (*written, Path(report))
+    for path in written:
+        note(f"wrote {path}")
     broken = benchmark.broken(rows) if isinstance(benchmark, Promise) else []
     for line in broken:
         note(f"not kept: {line}")
     return BROKEN if broken else 0
 
 
-def run_one(benchmark: Benchmark, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of one kind, each told on standard error as it comes, and whether they are noisy."""
+def run_one(
+    benchmark: Benchmark, args: argparse.Namespace, keep: Callable | None = None
+) -> list[dict[str, Any]]:
+    """The rows of one kind, each told on standard error and to ``keep`` as it comes."""
     from mlx_kda.bench import results
 
     rows = []
     for row in benchmark.rows(args):
         note("  ".join(results.show(row.get(key)) for key in benchmark.columns))
         rows.append(row)
+        if keep is not None:
+            keep(row)
     noisy = sum(row.get("steady") is False for row in rows)
     if noisy:
         note(
