@@ -141,7 +141,7 @@ def _read(files: list[str]) -> defaultdict[str, list[dict[str, Any]]]:
 
 def _recorded_profile(document: dict[str, Any]) -> str:
     about = document["machine"]
-    return _profile(document["rows"], about, f"`{about['command']}`", _stopped(document))
+    return _profile(document["rows"], about, f"`{about['command']}`", _remarks(document))
 
 
 def _recorded_model(document: dict[str, Any]) -> str:
@@ -151,12 +151,14 @@ def _recorded_model(document: dict[str, Any]) -> str:
     title = f"### On another machine, {about['device']}: `{about['command']}`"
     where = f"{about['chip']}, {about['system']}, {about['date']}."
     table = results.markdown(rows, BENCHMARKS["model"].columns)
-    parts = (title, where, table, _stopped(document), _noise(rows, about))
+    parts = (title, where, table, _remarks(document), _noise(rows, about))
     return "\n\n".join(part for part in parts if part)
 
 
-def _stopped(document: dict[str, Any]) -> str:
-    return "" if document.get("complete", True) else "The run was stopped before its end."
+def _remarks(document: dict[str, Any]) -> str:
+    """What somebody wrote into the file about its rows, and whether they are all."""
+    stopped = "" if document.get("complete", True) else "The run was stopped before its end."
+    return " ".join(part for part in (document.get("note", ""), stopped) if part)
 
 
 def _cuda(document: dict[str, Any]) -> str:
@@ -171,7 +173,7 @@ def _cuda(document: dict[str, Any]) -> str:
 
 {cuda_tables.markdown(document["rows"])}
 
-{_stopped(document)}""".rstrip()
+{_remarks(document)}""".rstrip()
 
 
 _RECORDED = {"cuda": _cuda, "model": _recorded_model, "profile": _recorded_profile}
@@ -226,14 +228,10 @@ _DONE = """### What was done about the first entries
   instructions (`mlx_kda/ops/elementwise.py`).
 - Attention of a prefill: on the CPU in blocks of rows, each with the keys that it sees.
 - On a GPU the layer between its projections is one kernel in decoding, a few in prefill, and the
-  router one. Gate and up of the experts are one product, as far as MLX's product reaches.
-- On CUDA most of a prefill is that product of rows sorted by expert: MLX's own, 16 TFLOP/s of 2,048
-  tokens by these numbers, and another than a Mac's. It is left as it is."""
+  router one. Gate and up of the experts are one product, as far as MLX's product reaches."""
 
 _UNKNOWN = """## What is not known
 
 - How fast any of this is on an Apple GPU: `mlx-kda bench all --report FILE` on a Mac settles it.
 - What launches cost there: the table counts them, it does not time them.
-- Why a decode step takes as long as mlx-lm's on CUDA, with half its launches: how many there are is
-  not what bounds it there.
 - MLX's Linux CPU build multiplies matrices by a plain BLAS: CPU times say little about a Mac."""
