@@ -324,3 +324,18 @@ def test_results_need_a_folder_that_can_be_made(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main(["bench", "launches", "--out", str(tmp_path / "file" / "x")]) == 2
     assert "cannot make the folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv, told",
+    [
+        (["--model", "nowhere"], "nowhere"),
+        (["--source", "nowhere"], "nowhere"),
+        (["--recorded", "nowhere.json"], "cannot read nowhere.json"),
+    ],
+)
+def test_a_page_checks_its_arguments_before_it_measures(monkeypatch, capsys, tmp_path, argv, told):
+    monkeypatch.setattr("mlx_kda.cli.bench.run_one", lambda *_: pytest.fail("measured first"))
+    assert main(["bench", "all", "--report", str(tmp_path / "page.md"), *argv]) == 2
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "page.md").exists()

@@ -34,6 +34,7 @@ _PLAN: dict[str, dict[str, Any]] = {
     },
     "model": {**_FOLDER, "contexts": [256, 1024], "samples": 5},
     "profile": {**_FOLDER, "tokens": 512, "samples": 5},
+    "convert": {"q_bits": 4, "samples": 3},
     "launches": {"q_bits": 4},
     "counters": {"tokens": 64, "dim": 128, "dtype": "bfloat16"},
 }
@@ -47,9 +48,12 @@ def write(path: Path, command: str, args: argparse.Namespace, run_one: Callable)
     about = machine.describe(command)
     parts = [_head(about)]
     with tempfile.TemporaryDirectory(prefix="mlx-kda-bench-") as scratch:
+        source = _source(args)
         model = args.model or _small_model(Path(scratch))
-        given = {"tokens": args.tokens, "budget": args.budget, "model": model}
+        given = {"tokens": args.tokens, "budget": args.budget, "model": model, "source": source}
         for name, plan in _PLAN.items():
+            if name == "convert" and source is None:
+                continue
             benchmark = BENCHMARKS[name]
             options = argparse.Namespace(**{**given, **plan})
             rows = run_one(benchmark, options)
@@ -70,12 +74,22 @@ def write(path: Path, command: str, args: argparse.Namespace, run_one: Callable)
         raise UserError(f"cannot write {path}: {e.strerror}") from e
 
 
+def _source(args: argparse.Namespace) -> str | None:
+    """The checkpoint to convert: the one named, else the small one if it is there."""
+    from ..demo import find_checkpoint
+
+    try:
+        return args.source or str(find_checkpoint(None))
+    except UserError:
+        return None
+
+
 def _small_model(scratch: Path) -> str:
     from ..convert import convert
     from ..demo import find_checkpoint
 
     out = scratch / "tiny-kimi-linear"
-    convert(find_checkpoint(None), out, dtype="float32")
+    convert(find_checkpoint(None, "bench all --model MODEL"), out, dtype="float32")
     return str(out)
 
 

@@ -40,14 +40,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     everything = kinds.add_parser(
         "all",
-        help="op, model, launches and counters, as one page",
-        description="op, model, launches and counters on this machine, as one Markdown page",
+        help="op, model, profile, convert, launches and counters, as one page",
+        description="op, model, profile, convert, launches and counters on this machine, as one "
+        "Markdown page",
     )
     everything.add_argument("--report", metavar="FILE", required=True, help="page to write")
     everything.add_argument(
         "--model",
         metavar="MODEL",
         help="folder of a checkpoint (default: the small one, converted)",
+    )
+    everything.add_argument(
+        "--source",
+        metavar="SRC",
+        help="folder of the checkpoint to convert (default: the small one)",
     )
     everything.add_argument(
         "--budget",
@@ -97,6 +103,12 @@ def _run(args: argparse.Namespace) -> int:
     told = ["FOLDER" if a == scratch else Path(a).name if a[:1] == "/" else a for a in sys.argv[1:]]
     command = shlex.join(["mlx-kda", *told])
     if args.kind == "all":
+        checks.writable(args.report, "--report")
+        if args.model is not None:
+            checks.checkpoint(args.model)
+        if args.source is not None:
+            checks.folder(args.source)
+
         from mlx_kda.bench import report
 
         report.write(Path(args.report), command, args, run_one)

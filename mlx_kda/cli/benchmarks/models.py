@@ -199,7 +199,8 @@ MODELS = (
         ),
         _convert_arguments,
         _convert_rows,
-        "Each conversion is a process of its own; peak is its highest resident memory.",
+        "Each conversion is a process of its own, and starting it is most of a small one; peak is "
+        "its highest resident memory.",
     ),
     Benchmark(
         "quality",
