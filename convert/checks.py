@@ -1,9 +1,10 @@
 """What `verify` found: one line a check, and the comparison with the source."""
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .compare import Comparison
+if TYPE_CHECKING:
+    from .compare import Comparison
 
 
 @dataclass
@@ -22,7 +23,7 @@ class Verification:
 
     folder: str
     checks: list[Check] = field(default_factory=list)
-    comparison: Comparison | None = None
+    comparison: "Comparison | None" = None
 
     @property
     def ok(self) -> bool:

@@ -8,16 +8,20 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_kda.errors import CheckpointError
+from mlx_kda.tokenizer.control import ControlTokens
+from mlx_kda.tokenizer.detokenizer import ByteDetokenizer, token_pieces
+from mlx_kda.tokenizer.files import token_name
 
 from .builder import FLOATS, listed
 from .checks import Verification
+from .companions import read_companions
 from .journal import file_hash
 from .layout import Layout
 from .output import REPORT
 from .quantise import is_cast, is_finite
 from .reader import Reader
 from .sample import TEXT, has_tokenizer
-from .source import INDEX, read_json, read_placed
+from .source import INDEX, Source, read_json, read_placed
 from .steps import Progress
 from .tensor_files import DTYPE_WORDS, in_pieces, read_header
 
@@ -87,35 +91,49 @@ def check_index(result: Verification, folder: Path, report: dict[str, Any] | Non
 
 
 def check_tokenizer(
-    result: Verification, folder: Path, report: dict[str, Any] | None, vocab_size: int
+    result: Verification, source: Source, report: dict[str, Any] | None, vocab_size: int
 ) -> None:
-    """The tokenizer loads, and a text in several scripts comes back from its ids."""
+    """The tokenizer loads, and a text in several scripts comes back from its ids.
+
+    Whole and streamed, by what `load_tokenizer` gives without transformers around it, which is slow
+    to import and adds nothing to encoding and decoding.
+    """
     bound = f"a text comes back, ids below {vocab_size:,}"
-    if not has_tokenizer(folder):
+    if not has_tokenizer(source.folder):
         promised = report is not None and report.get("tokenizer")
         found = "missing" if promised else "none"
         result.add("tokenizer", found, "as in conversion.json", not promised)
         return
-    from mlx_kda.tokenizer import load_tokenizer
-
     try:
-        tokenizer = load_tokenizer(folder)
-        ids = list(tokenizer.encode(TEXT, add_special_tokens=False))
-        back = tokenizer.decode(ids)
-        ends = sorted(tokenizer.eos_token_ids)
+        ids, texts, ends = _tried(source)
     except Exception as error:  # other libraries read these files too, and can fail in any way
         reason = " ".join(str(error).split()) or type(error).__name__
         result.add("tokenizer", f"does not load: {reason}", bound, False)
         return
     if beyond := [i for i in (*ids, *ends) if i >= vocab_size]:
         found = f"gives the id {beyond[0]}"
-    elif _letters(back) != _letters(TEXT):
+    elif any(_letters(text) != _letters(TEXT) for text in texts):
         found = "the text comes back changed"
     else:
         found = f"{len(ids)} ids, ends at {', '.join(map(str, ends)) or 'none'}"
         result.add("tokenizer", found, bound, True)
         return
     result.add("tokenizer", found, bound, False)
+
+
+def _tried(source: Source) -> tuple[list[int], list[str], list[int]]:
+    """Ids of the text, what they give back at once and one by one, and the ids that end a reply."""
+    found = read_companions(source)
+    tokenizer = found.tokenizer.tokenizer
+    control = ControlTokens(tokenizer)
+    ids = control.encode_text(TEXT, False)
+    stream = ByteDetokenizer(*token_pieces(tokenizer, control.special_ids))
+    for token in ids:
+        stream.add_token(token)
+    stream.finalize()
+    named = token_name(found.tokenizer.config.get("eos_token"))
+    ends = {*found.eos_ids, *([] if named is None else [tokenizer.token_to_id(named)])}
+    return ids, [tokenizer.decode(ids, skip_special_tokens=False), stream.text], sorted(ends)
 
 
 def _letters(text: str) -> str:

@@ -7,7 +7,6 @@ from mlx_kda.errors import CheckpointError, UserError
 
 from .builder import listed
 from .checks import Verification
-from .compare import compare
 from .families import by_family, parse_config
 from .journal import digest_of
 from .layout import Layout, Wish, lay_out
@@ -70,7 +69,7 @@ def verify(
         result.add("tensors", str(error), "every tensor there, of the right shape", False)
         return result
     check_shapes(result, layout, report)
-    check_tokenizer(result, folder, report, layout.config.vocab_size)
+    check_tokenizer(result, layout.source, report, layout.config.vocab_size)
     check_values(result, layout, progress)
     if source is not None and not result.ok:
         result.add("source", "not compared", "a folder that passes the checks above", False)
@@ -90,6 +89,8 @@ def _check_source(
     max_tokens: int,
     progress: Progress | None,
 ) -> None:
+    from .compare import compare  # its layers stand on mlx-lm, which is slow to import
+
     origin = lay_out(open_source(source, revision), Wish(dequantize=True))
     ids = sample_tokens(layout.source.folder, layout.config.vocab_size, tokens, max_tokens)
     for name in ("num_hidden_layers", "hidden_size", "vocab_size"):

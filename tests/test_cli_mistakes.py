@@ -203,8 +203,8 @@ def test_help_and_version_import_nothing_heavy():
     assert attempt(*argvs) == [[0, [], []]] * len(argvs)
 
 
-@pytest.mark.parametrize("command", [["info"], ["plan", "--context", "64"]])
-def test_what_reads_headers_only_needs_no_transformers(tiny_mlx, command):
+@pytest.mark.parametrize("command", [["info"], ["plan", "--context", "64"], ["verify"]])
+def test_what_runs_no_model_needs_no_transformers(tiny_mlx, command):
     """A second or more of imports, which mlx-lm brings along."""
     ((status, told, heavy),) = attempt([command[0], str(tiny_mlx), *command[1:]])
     assert status == 0 and told == []

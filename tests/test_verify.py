@@ -9,19 +9,21 @@ import numpy as np
 import pytest
 from helpers.checkpoints import edit_json, read_all
 from helpers.tiny_checkpoint import weights, write_checkpoint, write_weights
+from helpers.trained import EXAMPLES
 from tolerances import STOCK
 
 from mlx_kda.cli.main import main
-from mlx_kda.convert import convert, verify
+from mlx_kda.convert import convert, soundness, verify
 from mlx_kda.convert.compare import compare
 from mlx_kda.convert.layout import Wish, lay_out
-from mlx_kda.convert.sample import ROW, sample_tokens
+from mlx_kda.convert.sample import ROW, TEXT, sample_tokens
 from mlx_kda.convert.source import open_source
 from mlx_kda.convert.weight_errors import weight_bound
 from mlx_kda.errors import UserError
 from mlx_kda.models import load_model
-from mlx_kda.tokenizer.wrapper import KDATokenizer
+from mlx_kda.tokenizer import load_tokenizer
 
+FLA = EXAMPLES / "tiny-fla-kda"
 RECIPES = [
     {},
     {"dtype": "bfloat16"},
@@ -221,15 +223,43 @@ def test_the_tokenizer_is_tried(bad, damage, word):
     assert word in failed(verify(bad))["tokenizer"]
 
 
-def test_a_tokenizer_that_loses_text_is_found(bad, monkeypatch):
-    def shortened(cls, *args):
-        tokenizer = real(*args)
-        tokenizer.decode = lambda ids: "The river"
-        return tokenizer
-
-    real = KDATokenizer.from_files
-    monkeypatch.setattr(KDATokenizer, "from_files", classmethod(shortened))
+@pytest.mark.parametrize("way", ["decode", "stream"])
+def test_a_tokenizer_that_loses_text_is_found(bad, monkeypatch, way):
+    """Whole, as `decode` gives it, or in the pieces that generation shows."""
+    if way == "decode":
+        content = json.loads((bad / "tokenizer.json").read_text())
+        content["decoder"] = {"type": "Replace", "pattern": {"String": "e"}, "content": ""}
+        (bad / "tokenizer.json").write_text(json.dumps(content))
+        (bad / "conversion.json").unlink()
+    else:
+        monkeypatch.setattr(soundness.ByteDetokenizer, "finalize", soundness.ByteDetokenizer.reset)
     assert failed(verify(bad)) == {"tokenizer": "the text comes back changed"}
+
+
+@pytest.mark.parametrize("kind", ["tiktoken.model", "tokenizer.json", "tokenizer.model"])
+def test_the_tokenizer_that_is_tried_is_the_one_that_generates(source, good, kind, tmp_path):
+    """It is tried without transformers: ids, text and ends must be those of `load_tokenizer`."""
+    folder = {"tiktoken.model": source, "tokenizer.json": good, "tokenizer.model": FLA}[kind]
+    assert (folder / kind).is_file()
+    ids, texts, ends = soundness._tried(open_source(folder))
+    tokenizer = load_tokenizer(folder)
+    assert ids == tokenizer.encode(TEXT, add_special_tokens=False)
+    assert texts == [tokenizer.decode(ids)] * 2
+    assert ends == sorted(tokenizer.eos_token_ids)
+
+    # An end token that is a word of the vocabulary and no control token ends a reply as well.
+    bare = shutil.copytree(folder, tmp_path / "bare")
+    word = tokenizer.convert_ids_to_tokens(ids[0])
+    edit_json(bare / "tokenizer_config.json", eos_token=word)
+    ends = soundness._tried(open_source(bare))[2]
+    assert ids[0] in ends and ends == sorted(load_tokenizer(bare).eos_token_ids)
+
+
+def test_named_templates_without_names_are_found(bad):
+    """They are read where generation builds its tokenizer, and it would not."""
+    (bad / "chat_template.jinja").unlink(missing_ok=True)
+    edit_json(bad / "tokenizer_config.json", chat_template=[{"name": "default"}])
+    assert "chat_template is damaged" in failed(verify(bad))["tokenizer"]
 
 
 def test_a_source_without_a_tokenizer_is_well(source, tmp_path):

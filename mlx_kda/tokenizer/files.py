@@ -80,7 +80,18 @@ def read_template(folder: Path, config: dict[str, Any]) -> str | list | dict | N
     template = config.get("chat_template")
     if template is not None and not isinstance(template, str | list | dict):
         raise CheckpointError(f"{CONFIG}: chat_template is damaged: {template!r}")
+    named_templates(template)
     return template
+
+
+def named_templates(template: str | list | dict | None) -> str | dict | None:
+    """A chat template as transformers takes it; a list of named ones becomes a table."""
+    if not isinstance(template, list):
+        return template
+    try:
+        return {entry["name"]: entry["template"] for entry in template}
+    except (TypeError, KeyError):
+        raise CheckpointError(f"{CONFIG}: chat_template is damaged") from None
 
 
 def token_name(entry: Any) -> str | None:

@@ -7,10 +7,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 
-from ..errors import CheckpointError, UserError
+from ..errors import UserError
 from .control import ControlTokens, TemplateText
 from .detokenizer import ByteDetokenizer, token_pieces
-from .files import NAMED, TokenizerFiles, end_ids, read_json, token_name
+from .files import NAMED, TokenizerFiles, end_ids, named_templates, read_json, token_name
 
 KIMI_TOOLS = "<|tool_calls_section_begin|>"
 
@@ -33,7 +33,7 @@ class KDATokenizer(TokenizerWrapper):
         context = model_config.get("model_max_length") or files.config.get("model_max_length")
         inner = PreTrainedTokenizerFast(
             tokenizer_object=files.tokenizer,
-            chat_template=_template(files.chat_template),
+            chat_template=named_templates(files.chat_template),
             clean_up_tokenization_spaces=False,
             **{key: name for key, name in named.items() if name},
             **({"model_max_length": context} if context else {}),
@@ -129,13 +129,3 @@ class KDATokenizer(TokenizerWrapper):
             reason = " ".join(str(error).split()) or type(error).__name__
             raise UserError(f"the chat template refuses these messages: {reason}") from error
         return text if not tokenize else list(text.ids)
-
-
-def _template(template: str | list | dict | None) -> str | dict | None:
-    """A chat template as transformers takes it; several named ones become a table."""
-    if isinstance(template, list):
-        try:
-            return {entry["name"]: entry["template"] for entry in template}
-        except (TypeError, KeyError):
-            raise CheckpointError("tokenizer_config.json: chat_template is damaged") from None
-    return template
