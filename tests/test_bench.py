@@ -23,6 +23,7 @@ from mlx_kda.bench import (
     timing,
 )
 from mlx_kda.bench import model as bench_model
+from mlx_kda.bench.subject import Subject
 from mlx_kda.cli.benchmarks import BENCHMARKS
 from mlx_kda.cli.main import build_parser, main
 from mlx_kda.errors import UserError
@@ -262,24 +263,30 @@ def test_a_candidate_too_slow_for_the_next_context_is_left_out(monkeypatch, tmp_
 def test_models_of_one_shape_are_run_side_by_side(monkeypatch, q_bits):
     monkeypatch.setitem(shapes.SHAPES, "48b", steps.CONFIG)
     options = {"layers": 4, "vocab": 64, "dtype": "float32", "q_bits": q_bits, "runner": "ops"}
-    found = list(bench_model.of(shape="48b", contexts=[8], samples=3, budget=1, **options))
+    subject = Subject(shape="48b", **options)
+    found = list(bench_model.of(subject, contexts=[8], samples=3, budget=1))
     assert [r["candidate"] for r in found] == ["ours", "mlx-lm"] * 2
     launches = {r["candidate"]: r["launches"] for r in found if r["phase"] == "decode"}
     assert launches["ours"] < launches["mlx-lm"]
 
 
-def test_every_model_prefills_to_the_same_logits_and_ours_asks_for_fewer_launches(tmp_path):
+def test_every_model_prefills_to_the_same_logits_and_ours_asks_for_fewer_launches(
+    tmp_path, monkeypatch
+):
     """mlx-lm leaves the head out until its last token, ours computes it for that one alone."""
     config = tiny_config()
     folder = write_model(tmp_path / "m", config, tiny_weights(config))
-    models = bench_model._loaded(folder, "auto")
+    subject, models = Subject(folder), {}
+    monkeypatch.setattr(bench_model, "run", lambda given, **_: models.update(given) or [])
+    list(bench_model.of(subject))
+    monkeypatch.undo()
     assert list(models) == ["ours", "mlx-lm", "mlx-lm, our layout of weights"]
     prompt = tokens(24)
     want = models["ours"](prompt)[:, -1]
     for each in models.values():
         assert difference(bench_model._absorb(each, prompt, each.make_cache()), want) < STOCK
 
-    rows = list(bench_model.of(folder, contexts=[24], decode=2, samples=3, budget=1))
+    rows = list(bench_model.run(models, [24], decode=2, samples=3, budget=1))
     assert [(r["phase"], r["candidate"]) for r in rows] == [
         (phase, name) for phase in ("prefill", "decode") for name in models
     ]

@@ -6,7 +6,6 @@ Decoding is one loop for both: greedy single tokens, each evaluated before the n
 """
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -14,58 +13,26 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from ..errors import UserError
 from ..layers import blas_layout
 from .graph import launches, state_arrays
-from .shapes import config, one_source, random_model, stock_model
+from .subject import Subject
 from .timing import interleave
 
 _PREFILL_STEP = 2048
 
 
-def of(
-    folder: str | None = None,
-    *,
-    shape: str | None = None,
-    layers: int | None = None,
-    vocab: int | None = None,
-    q_bits: int | None = None,
-    dtype: str = "bfloat16",
-    runner: str = "auto",
-    device: str | None = None,
-    **options: Any,
-) -> Iterator[dict[str, Any]]:
-    """`run` for the model of a folder, or for random ones of a released shape.
+def of(subject: Subject, **options: Any) -> Iterator[dict[str, Any]]:
+    """`run` for our model of a subject and mlx-lm's.
 
-    Where our loader lays weights out for the CPU's BLAS, mlx-lm's model with the same layout is a
-    candidate of its own.
-
-    Args:
-        folder: a checkpoint's folder; else ``shape`` (with ``layers``, ``vocab``, ``q_bits`` and
-            ``dtype``, see `random_model`).
-        runner: what computes our KDA layers.
-        device: "cpu" or "gpu"; MLX's own choice unless given.
-
-    Raises:
-        UserError: no GPU, a folder that does not load, neither folder nor shape, or both; layers
-            too few for mlx-lm's class, which needs one with a key-value cache.
+    Where our loader lays a folder's weights out for the CPU's BLAS, mlx-lm's model with the same
+    layout is a candidate of its own. Raises UserError as `Subject` does.
     """
-    one_source(folder, shape, device)
-    if folder is None:
-        if not config(shape, layers)["linear_attn_config"]["full_attn_layers"]:
-            raise UserError("mlx-lm's class needs an MLA layer, the 4th: give --layers 4 or more")
-        drawn = {
-            "layers": layers,
-            "vocab": vocab,
-            "dtype": getattr(mx, dtype),
-            "q_bits": q_bits,
-        }
-        models = {
-            "ours": random_model(shape, **drawn, runner=runner),
-            "mlx-lm": stock_model(shape, **drawn),
-        }
-    else:
-        models = _loaded(Path(folder), runner)
+    subject.check(stock=True)
+    models = {"ours": subject.ours(), "mlx-lm": subject.stock()}
+    float32 = models["ours"].model.dtype == mx.float32
+    if subject.folder is not None and blas_layout.applies() and float32:
+        models["mlx-lm, our layout of weights"] = subject.stock()
+        blas_layout.lay_out(models["mlx-lm, our layout of weights"])
     yield from run(models, **options)
 
 
@@ -133,18 +100,6 @@ def _started(chain: type, model: nn.Module, prompt: mx.array) -> tuple[Callable,
     run(1)
     weights = sum(w.nbytes for _, w in tree_flatten(model.parameters()))
     return run, weights + mx.get_peak_memory() - before
-
-
-def _loaded(folder: Path, runner: str) -> dict[str, nn.Module]:
-    from mlx_lm.utils import load_model as mlx_lm_load
-
-    from ..models import load_model
-
-    models = {"ours": load_model(folder, runner), "mlx-lm": mlx_lm_load(folder)[0]}
-    if blas_layout.applies() and models["ours"].model.dtype == mx.float32:
-        models["mlx-lm, our layout of weights"] = mlx_lm_load(folder)[0]
-        blas_layout.lay_out(models["mlx-lm, our layout of weights"])
-    return models
 
 
 def _absorb(model: nn.Module, prompt: mx.array, cache: list[Any]) -> mx.array:

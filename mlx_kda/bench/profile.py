@@ -21,8 +21,7 @@ import numpy as np
 from ..kernels import chunk, decode, epilogue, prologue, recurrent
 from ..layers import MLA, KimiDeltaAttention, MoE, blas_layout
 from ..layers import mix as operations
-from ..models import load_model
-from .shapes import one_source, random_model
+from .subject import Subject
 from .timing import STEADY, spread
 
 MIX, OP, GATED = "KDA convolutions and gates", "KDA recurrence", "KDA gated norm"
@@ -142,49 +141,17 @@ def _modules(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
             yield layer.mlp.shared_experts, "shared experts"
 
 
-def of(
-    folder: str | None = None,
-    *,
-    shape: str | None = None,
-    layers: int | None = None,
-    vocab: int | None = None,
-    q_bits: int | None = None,
-    dtype: str = "bfloat16",
-    runner: str = "auto",
-    device: str | None = None,
-    **options: Any,
-) -> Iterator[dict[str, Any]]:
-    """`run` for the model of a folder, or for a random one of a released shape.
+def of(subject: Subject, **options: Any) -> Iterator[dict[str, Any]]:
+    """`run` for our model of a subject.
 
     Where weights are laid out for the CPU's BLAS, a folder's model is also run with its weights as
-    they are stored.
-
-    Args:
-        folder: a checkpoint's folder; else ``shape`` (with ``layers``, ``vocab``, ``q_bits`` and
-            ``dtype``, see `random_model`).
-        runner: what computes the KDA layers.
-        device: "cpu" or "gpu"; MLX's own choice unless given.
-
-    Raises:
-        UserError: no GPU, a folder that does not load, neither folder nor shape, or both.
+    they are stored. Raises UserError as `Subject` does.
     """
-    one_source(folder, shape, device)
-    if folder is None:
-        models = {
-            "": random_model(
-                shape,
-                layers=layers,
-                vocab=vocab,
-                dtype=getattr(mx, dtype),
-                q_bits=q_bits,
-                runner=runner,
-            )
-        }
-    else:
-        models = {"": load_model(folder, runner)}
-        if blas_layout.applies():
-            with blas_layout.as_stored():
-                models["as stored"] = load_model(folder, runner)
+    subject.check()
+    models = {"": subject.ours()}
+    if subject.folder is not None and blas_layout.applies():
+        with blas_layout.as_stored():
+            models["as stored"] = subject.ours()
     yield from run(models, **options)
 
 

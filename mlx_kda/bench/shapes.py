@@ -6,7 +6,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..errors import UserError
 from ..layers import MoE
 from ..layers.blas_layout import lay_out
 
@@ -62,23 +61,6 @@ def config(shape: str, layers: int | None = None, vocab: int | None = None) -> d
     layout = {"kda_layers": kda, "full_attn_layers": full}
     made["linear_attn_config"] = made["linear_attn_config"] | layout
     return made
-
-
-def one_source(folder: str | None, shape: str | None, device: str | None) -> None:
-    """Check that a model comes from a folder or has a shape, and make ``device`` MLX's default.
-
-    Args:
-        device: "cpu" or "gpu"; MLX's own choice unless given.
-
-    Raises:
-        UserError: neither folder nor shape, or both; no GPU.
-    """
-    if (folder is None) == (shape is None):
-        raise UserError("name a model's folder or a --shape, one of the two")
-    if device == "gpu" and not mx.is_available(mx.gpu):
-        raise UserError("MLX has no GPU on this machine: leave --device gpu out")
-    if device is not None:
-        mx.set_default_device(mx.gpu if device == "gpu" else mx.cpu)
 
 
 def random_model(

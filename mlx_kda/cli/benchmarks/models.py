@@ -3,10 +3,13 @@
 import argparse
 import itertools
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mlx_kda.cli import checks, parsing
 from mlx_kda.cli.benchmarks.kind import MOST, Benchmark, Rows, columns, timed
+
+if TYPE_CHECKING:
+    from mlx_kda.bench.subject import Subject
 
 
 def _subject_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,13 +42,14 @@ def _subject_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "gpu"), help="default: MLX's own choice")
 
 
-def _subject(args: argparse.Namespace) -> dict[str, Any]:
-    """The same as options of a benchmark's ``of``."""
+def _subject(args: argparse.Namespace) -> "Subject":
     if args.model is not None and args.shape is None:
         checks.checkpoint(args.model)
-    names = ("shape", "layers", "vocab", "dtype", "runner", "device", "samples", "budget")
-    options = {name: getattr(args, name) for name in names}
-    return {"folder": args.model, "q_bits": args.q_bits or None, **options}
+    from mlx_kda.bench.subject import Subject
+
+    names = ("shape", "layers", "vocab", "dtype", "runner", "device")
+    given = {name: getattr(args, name) for name in names}
+    return Subject(args.model, q_bits=args.q_bits or None, **given)
 
 
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,10 +65,10 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _model_rows(args: argparse.Namespace) -> Rows:
-    options = _subject(args)
+    subject = _subject(args)
     from mlx_kda.bench import model
 
-    return model.of(**options, contexts=args.contexts)
+    return model.of(subject, contexts=args.contexts, samples=args.samples, budget=args.budget)
 
 
 def _profile_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,10 +84,10 @@ def _profile_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _profile_rows(args: argparse.Namespace) -> Rows:
-    options = _subject(args)
+    subject = _subject(args)
     from mlx_kda.bench import profile
 
-    return profile.of(**options, tokens=args.tokens)
+    return profile.of(subject, tokens=args.tokens, samples=args.samples, budget=args.budget)
 
 
 def _convert_arguments(parser: argparse.ArgumentParser) -> None:
