@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -308,6 +309,10 @@ def test_a_stopped_run_keeps_its_rows_and_does_not_look_whole(tmp_path, monkeypa
         kind = dataclasses.replace(BENCHMARKS["launches"], rows=lambda args: rows(stop))
         monkeypatch.setitem(BENCHMARKS, "launches", kind)
         monkeypatch.setattr(sys, "argv", ["mlx-kda", "bench", "launches", "--out", str(new)])
+        for name in [name for name in os.environ if name.startswith("MLX_")]:
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "9")
+        monkeypatch.setenv("MLX_PTX_CACHE_DIR", "/somewhere/ptx")
         return main(sys.argv[1:])
 
     new = tmp_path / "new"
@@ -315,7 +320,8 @@ def test_a_stopped_run_keeps_its_rows_and_does_not_look_whole(tmp_path, monkeypa
     assert run(stop=True) == 130
     assert f"rows until then: {partial}" in capsys.readouterr().err
     document = results.load(partial)
-    assert document["machine"]["command"] == "mlx-kda bench launches --out new"
+    command = "MLX_MAX_OPS_PER_BUFFER=9 MLX_PTX_CACHE_DIR=ptx mlx-kda bench launches --out new"
+    assert document["machine"]["command"] == command
     assert document["rows"] == [{"candidate": "ours", "launches": 1}]
     assert document["complete"] is False and [p.name for p in partial.parent.iterdir()] == [
         partial.name

@@ -181,7 +181,7 @@ def _cuda(document: dict[str, Any]) -> str:
     from ..cli.benchmarks import BENCHMARKS
 
     note = BENCHMARKS["cuda"].note
-    return f"""## On CUDA, another machine
+    return f"""## On CUDA, another machine: `{about["command"]}`
 
 {about["chip"]}, {about["system"]}, {packages}, {about["date"]}. {note}
 
@@ -248,4 +248,9 @@ _UNKNOWN = """## What is not known
 
 - How fast any of this is on an Apple GPU: `mlx-kda bench all --report FILE` on a Mac settles it.
 - What launches cost there: the table counts them, it does not time them.
+- How many of them a command buffer should hold. MLX ends one after some 50 launches or 50 million
+  numbers of input, and counts all experts of a layer, so that a decode step of the 48B is many
+  buffers. Others measured 5 to 8 % on an M3 Ultra, with another model, for
+  `MLX_MAX_OPS_PER_BUFFER=1000 MLX_MAX_MB_PER_BUFFER=400` (ml-explore/mlx#4521) and no gain on an M5
+  (lablup/mlxcel#353); the command above says what a run was made with.
 - MLX's Linux CPU build multiplies matrices by a plain BLAS: CPU times say little about a Mac."""

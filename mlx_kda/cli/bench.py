@@ -1,6 +1,7 @@
 """Measure this package against its peers on this machine, and say how steady the numbers are."""
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -98,10 +99,7 @@ def _run(args: argparse.Namespace) -> int:
         for path in draw(saved, Path(args.picture)):
             note(f"wrote {path}")
         return 0
-    # Where files lie on this machine says nothing to others, and pages are published.
-    scratch = getattr(args, "folder", None)
-    told = ["FOLDER" if a == scratch else Path(a).name if a[:1] == "/" else a for a in sys.argv[1:]]
-    command = shlex.join(["mlx-kda", *told])
+    command = _command(args)
     if args.kind == "all":
         checks.writable(args.report, "--report")
         if args.model is not None:
@@ -142,6 +140,21 @@ def _run(args: argparse.Namespace) -> int:
     for line in broken:
         note(f"not kept: {line}")
     return BROKEN if broken else 0
+
+
+def _command(args: argparse.Namespace) -> str:
+    """The command as it can be repeated, with what the environment tells MLX.
+
+    Of a path only the name: pages are published, and where files lie here says nothing to others.
+    """
+    scratch = getattr(args, "folder", None)
+    told = ["FOLDER" if a == scratch else Path(a).name if a[:1] == "/" else a for a in sys.argv[1:]]
+    settings = [
+        f"{name}={Path(value).name if value[:1] == '/' else value}"
+        for name, value in sorted(os.environ.items())
+        if name.startswith("MLX_")
+    ]
+    return shlex.join([*settings, "mlx-kda", *told])
 
 
 def run_one(
