@@ -310,7 +310,7 @@ def test_a_stopped_run_keeps_its_rows_and_does_not_look_whole(tmp_path, monkeypa
         monkeypatch.setitem(BENCHMARKS, "launches", kind)
         monkeypatch.setattr(sys, "argv", ["mlx-kda", "bench", "launches", "--out", str(new)])
         for name in [name for name in os.environ if name.startswith("MLX_")]:
-            monkeypatch.delenv(name)
+            monkeypatch.delenv(name)  # main sets MLX_ENABLE_TF32: not what the user told
         monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "9")
         monkeypatch.setenv("MLX_PTX_CACHE_DIR", "/somewhere/ptx")
         return main(sys.argv[1:])

@@ -1,7 +1,6 @@
 """The program: help, exit statuses, and one line for every failure."""
 
 import argparse
-import io
 import os
 import re
 import signal
@@ -13,7 +12,6 @@ import pytest
 from helpers.program import PROGRAM, run
 
 from mlx_kda.cli import main as program
-from mlx_kda.cli import output
 from mlx_kda.cli.main import COMMANDS
 from mlx_kda.cli.reports import kda_paths
 from mlx_kda.cli.stopping import WAITING
@@ -194,30 +192,3 @@ def test_info_names_a_models_kernels_on_a_mac(tiny_model, monkeypatch):
     paths = kda_paths(model.args, "float32")
     assert paths["prefill"].startswith("kda_chunk: ")
     assert paths["decode"].startswith("kda_decode: ")
-
-
-class Terminal(io.StringIO):
-    """What a command prints to at a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_of_several_parts_shows_every_part(monkeypatch):
-    """The bar used to go for good at the end of the first: of `verify`, that of the checksums."""
-    shown = Terminal()
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stderr", shown)
-    with output.progress("verifying", unit="MB") as bar:
-        for done, total in ((50, 200), (200, 200), (0, 300), (20, 300), (300, 300)):
-            bar(done, total)
-        assert "/200 MB" in shown.getvalue() and "/300 MB" in shown.getvalue()
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_tables_are_as_wide_as_the_terminal(monkeypatch, terminal):
-    """They were 140 columns wide on any, which a narrower one broke in the middle of words."""
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "90")
-    monkeypatch.setattr(sys, "stdout", Terminal() if terminal else io.StringIO())
-    assert output.table_console(140).width == (90 if terminal else 140)

@@ -143,16 +143,18 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _command(args: argparse.Namespace) -> str:
-    """The command as it can be repeated, with what the environment tells MLX.
+    """The command as it can be repeated, with what the user told MLX by the environment.
 
     Of a path only the name: pages are published, and where files lie here says nothing to others.
     """
+    from mlx_kda.cli.main import MLX_SETTINGS
+
     scratch = getattr(args, "folder", None)
     told = ["FOLDER" if a == scratch else Path(a).name if a[:1] == "/" else a for a in sys.argv[1:]]
     settings = [
         f"{name}={Path(value).name if value[:1] == '/' else value}"
         for name, value in sorted(os.environ.items())
-        if name.startswith("MLX_")
+        if name.startswith("MLX_") and MLX_SETTINGS.get(name) != value
     ]
     return shlex.join([*settings, "mlx-kda", *told])
 

@@ -19,6 +19,10 @@ from mlx_kda.errors import UserError
 
 COMMANDS = ("convert", "verify", "plan", "generate", "chat", "info", "bench", "doctor", "demo")
 
+# Set for MLX before it is imported, unless the user has. From the M5 on it rounds float32 products
+# to about TF32 otherwise, the router's too, where a rounding can tip the choice of an expert.
+MLX_SETTINGS = {"MLX_ENABLE_TF32": "0"}
+
 # Exit statuses: 2 for a user's mistake (argparse's own), 128 + signal number as shells have it.
 USER_ERROR = 2
 UNEXPECTED = 1
@@ -56,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = build_parser().parse_args(argv)
         prepare_output()
+        for name, value in MLX_SETTINGS.items():
+            os.environ.setdefault(name, value)
         status = args.run(args)
         sys.stdout.flush()
         return status or 0
