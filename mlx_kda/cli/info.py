@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from mlx_kda.cache.policy import Policy
-from mlx_kda.cli import loading, output, parsing, reports
+from mlx_kda.cli import loading, parsing, reports
 from mlx_kda.cli.options import LARGEST
+from mlx_kda.cli.tables import print_table
 from mlx_kda.convert.folders import find_folder
 from mlx_kda.convert.folders import read_config as read_json
 from mlx_kda.errors import CheckpointError, UserError
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         report.pop("cache_lines", None)  # the same in words
         print(json.dumps(report, ensure_ascii=False))
     else:
-        _print(report)
+        print_table(_rows(report))
     if report["problem"] is not None:
         raise CheckpointError(f"{args.model} cannot run: {report['problem']}")
     return 0
@@ -117,15 +118,6 @@ def _quantization(entry: dict[str, Any] | None) -> dict[str, Any] | None:
         return None
     default = {k: v for k, v in entry.items() if not isinstance(v, (dict, bool))}
     return {**default, "exceptions": len(entry) - len(default)}
-
-
-def _print(report: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 2))
-    for name, value in _rows(report):
-        table.add_row(name, value)
-    output.table_console(100).print(table)
 
 
 def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:

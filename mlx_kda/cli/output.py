@@ -1,15 +1,14 @@
 """What a person sees: lines on standard error, a model's text, spinners and bars on a terminal."""
 
 import contextlib
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from typing import Any, TextIO
 
 SHORT = 128  # units of work that need no bar
+NARROW = 60  # columns in which bar, rate and time left have no room beside the counts
 # What a model writes must not drive the terminal: control characters but tab and newline.
 _CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
@@ -22,8 +21,20 @@ def prepare_output() -> None:
 
 
 def note(line: str) -> None:
-    """A line for the person, on standard error."""
+    """A line for the person, on standard error; without control characters on a terminal."""
+    if sys.stderr.isatty():  # names of files and words of a config may be in it
+        line = line.translate(_CONTROL)
     print(line, file=sys.stderr, flush=True)
+
+
+def moves(stream: TextIO) -> bool:
+    """Whether a stream is a terminal that understands escape sequences: a cursor can be moved."""
+    return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
+def styled(stream: TextIO) -> bool:
+    """Whether text on a stream may be bold or dim. (NO_COLOR asks for plain text, no-color.org.)"""
+    return moves(stream) and not os.environ.get("NO_COLOR")
 
 
 def write(text: str) -> None:
@@ -44,7 +55,12 @@ def detail(line: str) -> None:
     _print(f"  {line}", "2")
 
 
-def _print(text: str, style: str) -> None:
+def paragraph(text: str) -> None:
+    """A line on standard output; on a terminal wrapped to its width between words."""
+    _print(text, None)
+
+
+def _print(text: str, style: str | None) -> None:
     """A line on standard output; on a terminal wrapped to its width, bold (1) or dim (2)."""
     if sys.stdout.isatty():
         import textwrap
@@ -52,25 +68,19 @@ def _print(text: str, style: str) -> None:
         first = text.lstrip("\n")
         indent = " " * (len(first) - len(first.lstrip()) + 2)
         width = max(shutil.get_terminal_size().columns - 1, 20)
-        wrapped = textwrap.fill(first, width, subsequent_indent=indent)
-        text = text[: len(text) - len(first)] + f"\033[{style}m{wrapped}\033[0m"
+        wrapped = textwrap.fill(
+            first, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
+        if style is not None and styled(sys.stdout):
+            wrapped = f"\033[{style}m{wrapped}\033[0m"
+        text = text[: len(text) - len(first)] + wrapped
     print(text, flush=True)
-
-
-def table_console(width: int) -> "Console":
-    """Where tables are printed: as wide as the terminal; ``width`` in a pipe, where rich has 80."""
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = width
-    return console
 
 
 @contextlib.contextmanager
 def status(message: str) -> Iterator[None]:
     """A spinner on standard error while something runs, on a terminal only."""
-    if not sys.stderr.isatty():
+    if not moves(sys.stderr):
         yield
         return
     from rich.console import Console
@@ -87,7 +97,7 @@ def progress(label: str, *, unit: str = "tokens") -> Iterator[Callable[[int, int
     for so little (``SHORT`` of a unit) that it would only flash up. Work of several parts may count
     from the start again once a part has reached its total.
     """
-    if not sys.stderr.isatty():
+    if not moves(sys.stderr):
         yield lambda done, total: None
         return
     from rich.console import Console
@@ -99,15 +109,12 @@ def progress(label: str, *, unit: str = "tokens") -> Iterator[Callable[[int, int
             speed = task.finished_speed or task.speed
             return Text("" if speed is None else f"{speed:,.0f} {unit}/s")
 
-    bar = Progress(
-        TextColumn(label),
-        BarColumn(),
-        TextColumn(f"{{task.completed:,.0f}}/{{task.total:,.0f}} {unit}"),
-        Rate(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
+    console = Console(stderr=True)
+    counts = TextColumn(f"{{task.completed:,.0f}}/{{task.total:,.0f}} {unit}")
+    columns = [TextColumn(label), BarColumn(), counts, Rate(), TimeRemainingColumn()]
+    if console.width < NARROW:
+        columns = [TextColumn(label), counts]
+    bar = Progress(*columns, console=console, transient=True)
     task = None
 
     def update(done: int, total: int) -> None:

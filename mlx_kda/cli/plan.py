@@ -10,6 +10,7 @@ from typing import Any
 
 from mlx_kda.cli import checks, loading, output, parsing
 from mlx_kda.cli.options import LARGEST, add_prefill_step
+from mlx_kda.cli.tables import print_table
 from mlx_kda.words import size
 
 SUMMARY = "what a model takes at a context, before it runs"
@@ -71,28 +72,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(args: argparse.Namespace, dtype: str, memory: Any, needs: list[Any]) -> None:
-    from rich.table import Table
-
     from mlx_kda.cache import DEFAULT_BUDGET
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2))
-    table.add_column("policy")
-    for name in ("weights", "KDA states", "latents", "working set", "total"):
-        table.add_column(name, justify="right")
-    table.add_column("")
+    columns = ("weights", "KDA states", "latents", "working set", "total")
+    rows = []
     for one in needs:
         sizes = (one.weights, one.states, one.latents, one.working, one.total)
         fits = "fits" if one.total <= memory.usable else "does not fit"
-        table.add_row(one.policy, *(size(n) for n in sizes), fits)
-    console = output.table_console(110)
-    console.print(f"{args.model}: {args.context:,} tokens, computing in {dtype}")
-    console.print(table)
-    console.print(
+        rows.append((one.policy, *(size(n) for n in sizes), fits))
+    output.paragraph(f"{args.model}: {args.context:,} tokens, computing in {dtype}")
+    print_table(rows, ("policy", *columns, ""), right=columns)
+    output.paragraph(
         f"this machine: {size(memory.total)}, of which {size(memory.usable)} usable "
         f"({memory.source})"
     )
-    console.print(
+    output.paragraph(
         f"working set: predicted, for prompts read {args.prefill_step:,} tokens at a time; a "
         "window and fewer bits are approximations"
     )
-    console.print(f"a session holds up to {size(DEFAULT_BUDGET)} of session checkpoints besides")
+    output.paragraph(f"a session holds up to {size(DEFAULT_BUDGET)} of session checkpoints besides")

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from mlx_kda.cli.output import moves
 from mlx_kda.files import discard_unfinished
 
 # The terminal was closed, or somebody ends the process: both deserve a clean end.
@@ -97,7 +98,7 @@ def end_at_once() -> None:
     """Leave now, whatever the main thread is in; the terminal is left as it was."""
     discard_unfinished()
     with contextlib.suppress(OSError):
-        cursor = SHOW_CURSOR if sys.stderr.isatty() else ""
+        cursor = SHOW_CURSOR if moves(sys.stderr) else ""
         print(f"{cursor}\nmlx-kda: ended at once", file=sys.stderr, flush=True)
     os._exit(128 + signal.SIGINT)
 

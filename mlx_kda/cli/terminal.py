@@ -114,12 +114,15 @@ def _prefilled(text: str) -> Iterator[None]:
 
 
 def _prompt_session(said: list[str]) -> Any:
-    """prompt_toolkit's, or None where it is not installed."""
+    """prompt_toolkit's, or None where it is not installed or the terminal cannot show it."""
+    if not output.moves(sys.stdout):
+        return None
     try:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.history import InMemoryHistory
         from prompt_toolkit.key_binding import KeyBindings
         from prompt_toolkit.keys import Keys
+        from prompt_toolkit.output.color_depth import ColorDepth
         from prompt_toolkit.output.vt100 import Vt100_Output
     except ImportError:
         return None
@@ -143,10 +146,11 @@ def _prompt_session(said: list[str]) -> Any:
         """Nothing: the mouse is not used, and a pasted colour would be taken for it, and fail."""
 
     # Nothing here needs to know the cursor's place, and not every terminal tells it.
-    output = Vt100_Output.from_pty(sys.stdout, term=os.environ.get("TERM"))
-    output.enable_cpr = False
+    colours = ColorDepth.DEPTH_1_BIT if os.environ.get("NO_COLOR") else None
+    screen = Vt100_Output.from_pty(sys.stdout, os.environ.get("TERM"), colours)
+    screen.enable_cpr = False
     return PromptSession(
-        output=output,
+        output=screen,
         multiline=True,
         key_bindings=keys,
         history=InMemoryHistory(said),

@@ -6,9 +6,14 @@ is passed.
 
 import argparse
 import json
+from typing import TYPE_CHECKING
 
 from mlx_kda.cli import checks, output, parsing
+from mlx_kda.cli.tables import print_table
 from mlx_kda.errors import UserError
+
+if TYPE_CHECKING:
+    from mlx_kda.convert import Verification
 
 SUMMARY = "check a converted folder, and compare it with its source"
 EXAMPLE = (
@@ -77,16 +82,9 @@ def run(args: argparse.Namespace) -> int:
     return 0 if found.ok else FAILED
 
 
-def _print(found) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for head in ("", "check", "found", "bound"):
-        table.add_column(head, overflow="fold")
-    for check in found.checks:
-        table.add_row("ok" if check.ok else "FAIL", check.what, check.found, check.bound)
-    console = output.table_console(140)
-    console.print(table)
+def _print(found: "Verification") -> None:
+    rows = [("ok" if c.ok else "FAIL", c.what, c.found, c.bound) for c in found.checks]
+    print_table(rows, ("", "check", "found", "bound"))
     failed = sum(not check.ok for check in found.checks)
     checks_failed = f"{failed} check{'' if failed == 1 else 's'} failed"
-    console.print(f"{found.folder}: " + (checks_failed if failed else "all is well"))
+    output.paragraph(f"{found.folder}: " + (checks_failed if failed else "all is well"))
