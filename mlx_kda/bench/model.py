@@ -5,7 +5,7 @@ mlx-lm evaluates its cache alone, for all tokens but the last, and takes that on
 Decoding is one loop for both: greedy single tokens, each evaluated before the next.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -14,23 +14,38 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..layers import blas_layout
+from ..plan import machine
 from .graph import launches, state_arrays
 from .subject import Subject
 from .timing import interleave
 
+CANDIDATES = ("ours", "mlx-lm")
 _PREFILL_STEP = 2048
 
 
-def of(subject: Subject, **options: Any) -> Iterator[dict[str, Any]]:
-    """`run` for our model of a subject and mlx-lm's.
+def of(
+    subject: Subject, candidates: Sequence[str] = CANDIDATES, **options: Any
+) -> Iterator[dict[str, Any]]:
+    """`run` for our model of a subject and mlx-lm's, or one of them alone.
 
+    Where memory does not hold both, one is measured after the other, and their rows say "apart".
     Where our loader lays a folder's weights out for the CPU's BLAS, mlx-lm's model with the same
     layout is a candidate of its own. Raises UserError as `Subject` does.
     """
-    subject.check(stock=True)
-    models = {"ours": subject.ours(), "mlx-lm": subject.stock()}
-    float32 = models["ours"].model.dtype == mx.float32
-    if subject.folder is not None and blas_layout.applies() and float32:
+    subject.check(stock="mlx-lm" in candidates)
+    makers = {"ours": subject.ours, "mlx-lm": subject.stock}
+    first, *rest = (name for name in makers if name in candidates)
+    models = {first: makers[first]()}
+    if rest and 2 * _weights(models[first]) > machine().usable:
+        yield from ({**row, "apart": True} for row in run(models, **options))
+        del models
+        mx.clear_cache()
+        models = {name: makers[name]() for name in rest}
+        yield from ({**row, "apart": True} for row in run(models, **options))
+        return
+    models |= {name: makers[name]() for name in rest}
+    layout = subject.folder is not None and blas_layout.applies()
+    if rest and layout and models["ours"].model.dtype == mx.float32:
         models["mlx-lm, our layout of weights"] = subject.stock()
         blas_layout.lay_out(models["mlx-lm, our layout of weights"])
     yield from run(models, **options)
@@ -98,8 +113,11 @@ def _started(chain: type, model: nn.Module, prompt: mx.array) -> tuple[Callable,
     run = chain(model, prompt)
     mx.reset_peak_memory()
     run(1)
-    weights = sum(w.nbytes for _, w in tree_flatten(model.parameters()))
-    return run, weights + mx.get_peak_memory() - before
+    return run, _weights(model) + mx.get_peak_memory() - before
+
+
+def _weights(model: nn.Module) -> int:
+    return sum(w.nbytes for _, w in tree_flatten(model.parameters()))
 
 
 def _absorb(model: nn.Module, prompt: mx.array, cache: list[Any]) -> mx.array:

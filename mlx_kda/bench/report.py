@@ -33,6 +33,7 @@ _PLAN: dict[str, dict[str, Any]] = {
         "samples": 7,
     },
     "model": {**_FOLDER, "contexts": [256, 1024], "samples": 5},
+    "buffers": {**_FOLDER, "context": 1024, "rounds": 3, "samples": 3},
     "profile": {**_FOLDER, "tokens": 512, "samples": 5},
     "convert": {"q_bits": 4, "samples": 3},
     "launches": {"q_bits": 4},
@@ -54,6 +55,8 @@ def write(path: Path, command: str, args: argparse.Namespace, run_one: Callable)
         for name, plan in _PLAN.items():
             if name == "convert" and source is None:
                 continue
+            if name == "buffers" and about["device"] != "Metal GPU":
+                continue  # nothing else has any
             benchmark = BENCHMARKS[name]
             options = argparse.Namespace(**{**given, **plan})
             rows = run_one(benchmark, options)
@@ -249,8 +252,7 @@ _UNKNOWN = """## What is not known
 - How fast any of this is on an Apple GPU: `mlx-kda bench all --report FILE` on a Mac settles it.
 - What launches cost there: the table counts them, it does not time them.
 - How many of them a command buffer should hold. MLX ends one after some 50 launches or 50 million
-  numbers of input, and counts all experts of a layer, so that a decode step of the 48B is many
-  buffers. Others measured 5 to 8 % on an M3 Ultra, with another model, for
-  `MLX_MAX_OPS_PER_BUFFER=1000 MLX_MAX_MB_PER_BUFFER=400` (ml-explore/mlx#4521) and no gain on an M5
-  (lablup/mlxcel#353); the command above says what a run was made with.
+  numbers of input, all experts of a layer counted: a decode step of the 48B is many of them. Others
+  measured 5 to 8 % with other limits on an M3 Ultra, on another model (ml-explore/mlx#4521), and no
+  gain on an M5 (lablup/mlxcel#353): `mlx-kda bench buffers MODEL` tells for a Mac.
 - MLX's Linux CPU build multiplies matrices by a plain BLAS: CPU times say little about a Mac."""

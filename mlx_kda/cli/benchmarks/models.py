@@ -62,13 +62,59 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N,N",
         help="tokens in the context (default: 1024,8192)",
     )
+    parser.add_argument(
+        "--candidates",
+        choices=("both", "ours", "mlx-lm"),
+        default="both",
+        help="whose model to run (default: both, in turns)",
+    )
 
 
 def _model_rows(args: argparse.Namespace) -> Rows:
     subject = _subject(args)
     from mlx_kda.bench import model
 
-    return model.of(subject, contexts=args.contexts, samples=args.samples, budget=args.budget)
+    candidates = model.CANDIDATES if args.candidates == "both" else (args.candidates,)
+    return model.of(
+        subject, candidates, contexts=args.contexts, samples=args.samples, budget=args.budget
+    )
+
+
+def _buffers_arguments(parser: argparse.ArgumentParser) -> None:
+    _subject_arguments(parser)
+    timed(parser)
+    parser.add_argument(
+        "--context",
+        type=parsing.number(int, 1, MOST),
+        default=1024,
+        metavar="N",
+        help="tokens in the context (default: 1024)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=parsing.number(int, 1, MOST),
+        default=3,
+        metavar="N",
+        help="processes of each setting (default: 3)",
+    )
+
+
+def _buffers_rows(args: argparse.Namespace) -> Rows:
+    _subject(args).check()
+    from mlx_kda.bench import buffers
+
+    given = {
+        name: getattr(args, name)
+        for name in (
+            *("shape", "layers", "vocab", "q_bits", "dtype", "runner", "device"),
+            *("samples", "budget"),
+        )
+    }
+    options = [
+        f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None
+    ]
+    model = [] if args.model is None else [args.model]
+    return buffers.run([*model, *options, f"--contexts={args.context}"], args.rounds)
 
 
 def _profile_arguments(parser: argparse.ArgumentParser) -> None:
@@ -181,7 +227,8 @@ MODELS = (
         "decode is one loop. On a Linux CPU how weights lie in memory is part of the difference: "
         "our loader lays them out for its BLAS, mlx-lm's does not, and the third candidate is its "
         "model with our layout. Launches are nodes of this device's graph. A candidate is left out "
-        "once a prefill would take it twice the seconds allowed.",
+        "once a prefill would take it twice the seconds allowed. A model that memory does not hold "
+        "twice is measured by one library, then by the other.",
     ),
     Benchmark(
         "profile",
@@ -194,6 +241,20 @@ MODELS = (
         _profile_rows,
         "Every part waited for by itself, medians; of nested parts the inner one counts. The "
         "last two rows of a phase: the same step left alone, and what waiting cost.",
+    ),
+    Benchmark(
+        "buffers",
+        "prefill and decode with MLX's command buffers of several lengths",
+        columns(
+            "context phase candidate ms tokens_per_second spread peak_mb",
+            candidate="MLX_MAX_OPS_PER_BUFFER, MLX_MAX_MB_PER_BUFFER",
+            tokens_per_second="tokens/s",
+            peak_mb="peak MB",
+        ),
+        _buffers_arguments,
+        _buffers_rows,
+        "Our model; a process for each setting and round, in turns. MLX ends a command buffer at "
+        "either limit; MB are in truth millions of numbers. A CPU has no command buffers.",
     ),
     Benchmark(
         "convert",
