@@ -4,12 +4,15 @@
 truncated.
 """
 
+import contextlib
 import json
+import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import BinaryIO
 
 import mlx.core as mx
 import numpy as np
@@ -71,16 +74,20 @@ class Stored(Spec):
     offset: int
 
 
-def read_header(path: Path, metadata: dict[str, str] | None = None) -> dict[str, Stored]:
+def read_header(
+    path: Path, metadata: dict[str, str] | None = None, file: BinaryIO | None = None
+) -> dict[str, Stored]:
     """The tensors that a safetensors file holds, by name; no tensor data is read.
 
-    The file's own metadata is added to ``metadata`` if given. Raises CheckpointError where the file
-    is not safetensors, is truncated, or holds a dtype that is unknown to MLX (float8).
+    The file's own metadata is added to ``metadata`` if given; ``file`` is the path where it is open
+    already. Raises CheckpointError where the file is not safetensors, is truncated, or holds a
+    dtype that is unknown to MLX (float8).
     """
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            head = file.read(8)
+        with _opened(path, file) as source:
+            size = os.fstat(source.fileno()).st_size
+            source.seek(0)
+            head = source.read(8)
             if len(head) < 8:
                 raise CheckpointError(f"{path.name} is truncated: {size} bytes; download it again")
             (length,) = struct.unpack("<Q", head)
@@ -89,7 +96,7 @@ def read_header(path: Path, metadata: dict[str, str] | None = None) -> dict[str,
                     f"{path.name} is truncated or no safetensors file: header of {length} bytes "
                     f"in a file of {size}; download it again"
                 )
-            header = json.loads(file.read(length))
+            header = json.loads(source.read(length))
             if not isinstance(header, dict):
                 raise ValueError("header is no table")
     except OSError as error:
@@ -118,7 +125,7 @@ def stored_entry(path: Path, name: str, entry: dict, start: int, size: int | Non
             f"supported: {', '.join(DTYPES)}"
         )
     stored = Stored(shape, DTYPES[kind][0], path, start + begin)
-    if begin < 0 or end - begin != stored.nbytes:
+    if begin < 0 or end - begin != stored.nbytes or any(n < 0 for n in shape):
         raise CheckpointError(f"{path.name} has a damaged entry for {name}")
     if size is not None and start + end > size:
         raise CheckpointError(
@@ -150,22 +157,29 @@ def read_tensor(stored: Stored) -> mx.array:
     return as_array(stored, read_bytes(stored))
 
 
-def read_bytes(stored: Stored) -> np.ndarray:
-    """The bytes of one tensor; CheckpointError if the file ends too soon."""
+def read_bytes(stored: Stored, file: BinaryIO | None = None) -> np.ndarray:
+    """The bytes of one tensor, of its file or of ``file``, which is the same and open already.
+
+    Raises CheckpointError if the file ends too soon.
+    """
     data = np.empty(stored.nbytes, np.uint8)
     view = memoryview(data)
     try:
-        with stored.file.open("rb", buffering=0) as file:
-            file.seek(stored.offset)
+        with _opened(stored.file, file) as source:
+            source.seek(stored.offset)
             done = 0
             while done < stored.nbytes:
-                count = file.readinto(view[done:])
+                count = source.readinto(view[done:])
                 if not count:
                     raise CheckpointError(f"{stored.file.name} is truncated: download it again")
                 done += count
     except OSError as error:
         raise CheckpointError(f"{stored.file.name} cannot be read: {error.strerror}") from error
     return data
+
+
+def _opened(path: Path, file: BinaryIO | None) -> contextlib.AbstractContextManager[BinaryIO]:
+    return path.open("rb", buffering=0) if file is None else contextlib.nullcontext(file)
 
 
 def as_array(spec: Spec, data: np.ndarray) -> mx.array:

@@ -271,9 +271,9 @@ class Session:
             {
                 "messages": self.messages,
                 "system": self.system,
-                "ids": self.transcript.ids,
                 "said": list(self.transcript.said.items()),
             },
+            self.transcript.ids,
         )
 
     @classmethod
@@ -288,7 +288,7 @@ class Session:
             session = cls(model, tokenizer, metadata["policy"], **options)
             session.transcript = Transcript(
                 checked(kept["messages"]) if kept["messages"] else [],
-                [int(token) for token in kept["ids"]],
+                metadata["ids"],
                 {int(i): int(n) for i, n in kept["said"]},
             )
             session.system = kept["system"]

@@ -10,7 +10,8 @@ from typing import Any
 
 from ..errors import CheckpointError
 
-FORMAT, VERSION = "mlx-kda session", "1"
+FORMAT, VERSION = "mlx-kda session", "2"
+READ = ("1", VERSION)  # 1 has no checksum
 LARGEST = 100_000_000  # bytes of a header, the format's own bound
 
 
@@ -39,7 +40,8 @@ def _check_format(metadata: dict[str, Any], name: str) -> None:
     """Raise CheckpointError unless the metadata is that of a session of this version."""
     if metadata.get("format") != FORMAT:
         raise CheckpointError(f"{name} is no session of mlx-kda")
-    if metadata.get("version") != VERSION:
+    if metadata.get("version") not in READ:
         raise CheckpointError(
-            f"{name} has session format {metadata.get('version')}, this program reads {VERSION}"
+            f"{name} has session format {metadata.get('version')}, this program reads "
+            f"{' and '.join(READ)}: a newer mlx-kda wrote it, use that"
         )

@@ -101,13 +101,6 @@ class Blocks:
         other.settled, other.length = self.settled, self.length
         return other
 
-    def export(self) -> Arrays | None:
-        """The rows in one piece, for a file; None where there are none."""
-        parts = self.parts()
-        if not parts:
-            return None
-        return tuple(mx.concatenate(arrays, axis=2) for arrays in zip(*parts, strict=True))
-
     def load(self, arrays: Arrays, length: int) -> None:
         self.append(arrays)
 
