@@ -18,6 +18,7 @@ from typing import Any
 from mlx_kda.errors import UserError
 
 BEGUN, MEASURED = ".resume.json", ".measured.jsonl"
+FACTS = ("bytes", "sha256", "holds", "sources")  # of a finished weight file
 BLOCK = 16_000_000
 
 
@@ -61,8 +62,8 @@ class Journal:
             if record is None:
                 continue
             checked(name)
-            whole = file_hash(self.folder / name) == record.get("sha256")
-            if whole and record.get("holds") == holds:
+            known = all(record.get(fact) for fact in FACTS) and record["holds"] == holds
+            if known and file_hash(self.folder / name) == record["sha256"]:
                 self.files[name] = record
             else:
                 damaged.append(name)
@@ -99,7 +100,7 @@ class Journal:
     def remove(self) -> None:
         """Remove the records, the one that says what was begun at the very end."""
         for path in self.folder.glob(".*.done.json"):
-            path.unlink()
+            path.unlink(missing_ok=True)
         for name in (MEASURED, BEGUN):
             (self.folder / name).unlink(missing_ok=True)
 

@@ -1,12 +1,13 @@
-"""The output folder: built beside its final name, file by file, and renamed when it is whole."""
+"""The output folder: its name, what may be there already, the room it needs, and its small files.
+
+It is built beside its final name (see `building`).
+"""
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,9 @@ from mlx_kda.errors import UserError
 from mlx_kda.files import new_file, write_text
 from mlx_kda.words import size
 
-from .journal import Journal
 from .report import WRITER, ConversionReport
 
 REPORT = "conversion.json"
-LOCK, OLD = ".lock", ".old"
 
 
 def check_output(out: Path, source: Path | None, overwrite: bool) -> None:
@@ -34,13 +33,21 @@ def check_output(out: Path, source: Path | None, overwrite: bool) -> None:
             raise UserError(f"the output {out} lies in the source folder: choose another place")
         if place in origin.parents:
             raise UserError(f"the output {out} holds the source folder: choose another place")
-    if out.is_dir() and any(out.iterdir()):
+    if _holds_anything(out):
         if not overwrite:
             raise UserError(f"{out} exists and is not empty: choose another, or pass --overwrite")
         if read_report(out) is None:
             raise UserError(f"{out} was not written by mlx-kda and is not overwritten")
     elif out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file: name a folder for the output")
+
+
+def _holds_anything(folder: Path) -> bool:
+    """Whether there is a folder with something in it; another process may just be moving it."""
+    try:
+        return bool(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def read_report(folder: Path) -> dict[str, Any] | None:
@@ -75,13 +82,24 @@ def partial_of(out: Path) -> Path:
 
 def free_space(out: Path) -> tuple[Path, int]:
     """The folder that exists on the way to an output, and the free bytes of its disk."""
-    place = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
-    return place, shutil.disk_usage(place).free
+    for place in (out.absolute(), *out.absolute().parents):
+        with contextlib.suppress(FileNotFoundError):
+            return place, shutil.disk_usage(place).free
+    raise UserError(f"{out}: no folder on the way to it exists")
 
 
 def size_of(folder: Path) -> int:
     """Bytes of the files in a folder, 0 if there is none."""
-    return sum(path.stat().st_size for path in folder.glob("*") if path.is_file())
+    return sum(size_if_file(path) or 0 for path in folder.glob("*"))
+
+
+def size_if_file(path: Path) -> int | None:
+    """Bytes of a file; None where there is none, or not any more."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
 def space_problem(out: Path, needed: int, cache: Path, download: int) -> str | None:
@@ -94,118 +112,6 @@ def space_problem(out: Path, needed: int, cache: Path, download: int) -> str | N
     if download > (room := shutil.disk_usage(cache).free if download else 0):
         return f"the download needs {size(download)}, {cache} has {size(room)} free"
     return None
-
-
-@contextlib.contextmanager
-def partial_folder(
-    out: Path, identity: dict[str, Any], resume: bool, overwrite: bool, say: Callable[[str], None]
-) -> Iterator[Journal]:
-    """A folder `<out>.partial` that becomes `out` if the block succeeds.
-
-    If the block fails, finished files stay for --resume, and `say` hears so; with none finished,
-    the folder goes. An unfinished conversion that is found is taken up with `resume`, cleared with
-    `overwrite`, else refused. An existing output is replaced only at the end, and only with
-    `overwrite`. System errors become UserError.
-    """
-    partial = partial_of(out)
-    try:
-        with _locked(partial):
-            _bring_back(out, partial)
-            if not overwrite:  # another process may have finished since it was looked at
-                try:
-                    check_output(out, None, overwrite)
-                except UserError:
-                    _remove_unbegun(partial)
-                    raise
-            journal = Journal(partial)
-            _take_up(journal, identity, resume, overwrite)
-            try:
-                yield journal
-            except BaseException:
-                if journal.is_begun:
-                    say(f"what is finished is kept in {partial}: repeat the command with --resume")
-                else:
-                    shutil.rmtree(partial, ignore_errors=True)
-                raise
-            sync_folder(partial)
-            _replace(out, partial)
-            tidy(out)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(f"the disk is full: {out} was not written") from error
-        reason = error.strerror or str(error)
-        raise UserError(f"{out} cannot be written: {reason}") from error
-
-
-def _take_up(journal: Journal, identity: dict[str, Any], resume: bool, overwrite: bool) -> None:
-    if journal.is_begun and (resume or not overwrite):
-        if not resume:
-            raise UserError(
-                f"{journal.folder} holds an unfinished conversion: pass --resume to go on with it, "
-                "or --overwrite to begin anew"
-            )
-        journal.check(identity)
-        return
-    for left in journal.folder.iterdir():
-        if left.name != LOCK:
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
-    journal.begin(identity)
-
-
-@contextlib.contextmanager
-def _locked(partial: Path) -> Iterator[None]:
-    """Make the folder and hold a lock in it, so that no second process writes there.
-
-    A folder of somebody else's is refused.
-    """
-    lock = partial / LOCK
-    if partial.exists() and not lock.is_file():
-        raise UserError(f"{partial} is needed for the unfinished output but is something else")
-    partial.mkdir(parents=True, exist_ok=True)
-    with lock.open("a") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another conversion is writing {partial}: wait for it") from None
-        if not lock.exists() or lock.stat().st_ino != os.fstat(handle.fileno()).st_ino:
-            raise UserError(f"another conversion has just finished {partial}: look at its output")
-        yield
-
-
-def _bring_back(out: Path, partial: Path) -> None:
-    """Put an older output back that a process was replacing when it was killed."""
-    old = partial / OLD
-    if old.is_dir() and not out.exists():
-        os.rename(old, out)
-
-
-def _remove_unbegun(partial: Path) -> None:
-    """Remove a folder that holds no work of a conversion."""
-    if not Journal(partial).is_begun:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def tidy(out: Path) -> None:
-    """Remove what only an unfinished output needs, from one that is whole."""
-    if (out / OLD).is_dir():
-        shutil.rmtree(out / OLD)
-    Journal(out).remove()
-    (out / LOCK).unlink(missing_ok=True)
-
-
-def _replace(out: Path, partial: Path) -> None:
-    """Put the finished folder in place of an empty or an older one.
-
-    The older one goes into the new one first, so that it has a place whenever the process is
-    killed: `_bring_back` finds it there, or `tidy` removes it.
-    """
-    if out.is_dir() and any(out.iterdir()):
-        os.rename(out, partial / OLD)
-    try:
-        os.rename(partial, out)
-    except BaseException:
-        _bring_back(out, partial)
-        raise
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -10,22 +10,21 @@ from mlx_kda.errors import UserError
 from mlx_kda.files import write_text
 
 from .budget import spend
+from .building import LOCK, building, locked, tidy
 from .card import CARD, PAGE, card, command, page
 from .companions import Companions, read_companions, write_companions
 from .families import by_family
 from .journal import Journal, source_hash
 from .layout import Layout, Wish, bits_by_family, changed_dtypes, identity_hash, lay_out
 from .output import (
-    LOCK,
     REPORT,
     check_output,
     named,
-    partial_folder,
     partial_of,
     read_report,
+    size_if_file,
     size_of,
     space_problem,
-    tidy,
     write_json,
 )
 from .quantise import Finished
@@ -88,8 +87,7 @@ def convert(
     origin = open_source(source, revision, download=False)
     layout = lay_out(origin, wish)
     identity = layout.identity(shard_bytes)
-    if resume and (whole := finished_before(out, identity, overwrite)):
-        say(f"{out} is whole already: nothing is left to do")
+    if resume and (whole := finished_before(out, identity, overwrite, say)):
         return whole
     check_output(out, origin.folder, overwrite)
     needed = max(0, layout.expected_bytes - size_of(partial_of(out)))
@@ -97,27 +95,35 @@ def convert(
     if problem := space or layout.memory_problem():
         raise UserError(problem)
     companions = read_companions(origin)
-    with partial_folder(out, identity, resume, overwrite, say) as journal:
-        if layout.recipe and layout.recipe.target_bpw is not None:
-            spend(layout, journal, progress)
-        shards = into_shards(layout.steps, shard_bytes)
-        wanted = {name: holds(steps) for name, steps in shards.items()}
-        take_up(journal, wanted, say if resume else lambda line: None)
-        report = begin_report(layout, out, identity)
-        write_companions(layout, companions, journal.folder, report)
-        write_weights(layout, shards, journal, progress)
-        report.files = {
-            name: {"bytes": facts["bytes"], "sha256": facts["sha256"]}
-            for name, facts in sorted(journal.files.items())
-        }
-        report.source_hash = source_hash(journal)
-        report.seconds = round(time.perf_counter() - start, 3)
-        finish_folder(layout, companions, shards, journal.folder, report)
+
+    def check() -> None:
+        check_output(out, origin.folder, overwrite)
+
+    with locked(out) as partial:
+        # Another process may have finished since it was looked at.
+        if resume and (whole := finished_before(out, identity, overwrite, say)):
+            return whole
+        with building(out, partial, identity, resume, overwrite, say, check) as journal:
+            if layout.recipe and layout.recipe.target_bpw is not None:
+                spend(layout, journal, progress)
+            shards = into_shards(layout.steps, shard_bytes)
+            wanted = {name: holds(steps) for name, steps in shards.items()}
+            take_up(journal, wanted, say if resume else lambda line: None)
+            report = begin_report(layout, out, identity)
+            write_companions(layout, companions, journal.folder, report)
+            write_weights(layout, shards, journal, progress)
+            report.files = {
+                name: {"bytes": facts["bytes"], "sha256": facts["sha256"]}
+                for name, facts in sorted(journal.files.items())
+            }
+            report.source_hash = source_hash(journal)
+            report.seconds = round(time.perf_counter() - start, 3)
+            finish_folder(layout, companions, shards, journal.folder, report)
     return report
 
 
 def finished_before(
-    out: Path, identity: dict[str, Any], overwrite: bool
+    out: Path, identity: dict[str, Any], overwrite: bool, say: Callable[[str], None]
 ) -> ConversionReport | None:
     """The report of an output that this very conversion has written before, None if it did not.
 
@@ -128,12 +134,14 @@ def finished_before(
     if content is None or content.get("identity") != identity_hash(identity):
         return None
     for name, facts in content["files"].items():
-        file = out / name
-        if not file.is_file() or file.stat().st_size != facts["bytes"]:
+        if size_if_file(out / name) != facts["bytes"]:
             if overwrite:
                 return None
-            raise UserError(f"{file} is missing or cut short: pass --overwrite to convert again")
+            raise UserError(
+                f"{out / name} is missing or cut short: pass --overwrite to convert again"
+            )
     tidy(out)
+    say(f"{out} is whole already: nothing is left to do")
     return ConversionReport.from_dict(content | {"out": str(out)})
 
 
