@@ -83,7 +83,7 @@ def partial_of(out: Path) -> Path:
 def free_space(out: Path) -> tuple[Path, int]:
     """The folder that exists on the way to an output, and the free bytes of its disk."""
     for place in (out.absolute(), *out.absolute().parents):
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return place, shutil.disk_usage(place).free
     raise UserError(f"{out}: no folder on the way to it exists")
 
