@@ -1,6 +1,7 @@
 """Benchmarks of whole models: what they run, and what they tell."""
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from helpers.tiny import difference, tiny_config, tiny_model, tiny_weights, tokens, write_model
 from mlx.utils import tree_flatten
@@ -8,6 +9,7 @@ from tolerances import STOCK
 
 from mlx_kda.bench import (
     buffers,
+    conversion,
     profile,
     profile_tables,
     report,
@@ -196,6 +198,15 @@ def test_command_buffers_are_those_of_a_process_of_its_own(monkeypatch, tmp_path
     assert [(r["candidate"], r["phase"]) for r in rows] == [("ours", "prefill"), ("ours", "decode")]
     with pytest.raises(UserError, match="bench model ended with status 2: mlx-kda: "):
         buffers._measured([str(tmp_path / "nowhere")], {})
+
+
+def test_the_peak_of_a_conversion_is_not_that_of_who_measures_it():
+    """ru_maxrss of a child on Linux is at least its parent's: a page showed 302 MB twice."""
+    held = np.ones(50_000_000)  # 400 MB
+    _, peak = conversion._measure(["platform"])
+    assert 5e6 < peak < 200e6 < held.nbytes
+    with pytest.raises(UserError, match="exit status 2: .*: error: "):
+        conversion._measure(["json.tool", "--nonsense"])
 
 
 def test_every_model_prefills_to_the_same_logits_and_ours_asks_for_fewer_launches(

@@ -50,12 +50,12 @@ def test_e4_memory_is_that_of_a_layer_not_of_the_model(large, tmp_path, bits):
 VERIFY = """
 import json, sys
 import mlx.core as mx
-from mlx_kda.bench.streaming_tasks import peak
+from mlx_kda.bench.memory import peak_resident
 from mlx_kda.convert import verify
 mx.eval(mx.quantize(mx.zeros((64, 64))))
-idle = peak()
+idle = peak_resident()
 found = verify(*sys.argv[1:], max_tokens=64)
-print(json.dumps({"used": peak() - idle, "ok": found.ok, "kl": found.comparison.kl}))
+print(json.dumps({"used": peak_resident() - idle, "ok": found.ok, "kl": found.comparison.kl}))
 """
 
 

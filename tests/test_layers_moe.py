@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from helpers.tiny import difference
 from mlx_lm.models.switch_layers import SwitchLinear
+from mlx_lm.tuner.lora import LoRASwitchLinear
 from tolerances import LAYER_FLOAT32 as FLOAT32
 from tolerances import LAYER_HALF
 
@@ -181,22 +182,43 @@ def test_experts_past_2_gib_are_not_merged_on_cuda(monkeypatch, cuda, dtype):
     layers = [SwitchLinear(4, 4, 256, bias=False) for _ in range(2)]
     for layer in layers:
         layer.weight = mx.zeros((256, 1024, 2304), dtype=dtype)  # never evaluated
-    assert merged.in_reach(layers[:1]) == (not cuda or dtype == mx.bfloat16)  # 1.2 GB in bfloat16
+    one = layers[:1]
+    assert merged.in_reach(one) == (not cuda or dtype == mx.bfloat16)  # 1.2 GB in bfloat16
     assert merged.in_reach(layers) == (not cuda)
-    layers[0].scales = mx.zeros((1,))
-    assert merged.in_reach(layers)
+    assert merged.in_reach([LoRASwitchLinear.from_base(one[0])]) == merged.in_reach(one)
+    # 4 GiB of rows: 116,509 tokens, 8 experts each.
+    wide = [8 * 116_508, 8 * 116_509]
+    assert [merged.in_reach(one, rows) for rows in wide] == (
+        [True, True] if not cuda else [dtype == mx.bfloat16, False]
+    )
+    packed = SwitchLinear(64, 64, 8, bias=False).to_quantized(bits=4, group_size=64)
+    assert merged.in_reach([packed], 10**9)
 
 
-@pytest.mark.parametrize("shape", [(1, 40, 64), (1, 2, 64)])
-def test_experts_out_of_reach_are_not_sorted(monkeypatch, shape):
+@pytest.mark.parametrize("adapter", [False, True])
+def test_experts_out_of_reach_are_not_sorted(monkeypatch, adapter):
     layer = MoE(64, 64, 7, top_k=3)
-    x = mx.random.normal(shape)
+    x = mx.random.normal((1, 40, 64))
+    if adapter:
+        layer.switch_mlp.gate_proj = LoRASwitchLinear.from_base(layer.switch_mlp.gate_proj)
     layer.merge()
     expected = layer(x)
-    monkeypatch.setattr(moe, "in_reach", lambda layers: False)
+    monkeypatch.setattr(moe, "in_reach", lambda layers, rows=0: False)
     layer.merge()
     assert layer.switch_mlp._bundle is None
     product, seen = mx.gather_mm, []
     monkeypatch.setattr(mx, "gather_mm", lambda *a, **k: seen.append(k) or product(*a, **k))
     assert difference(layer(x), expected) < FLOAT32
-    assert len(seen) == 3 and not any(k.get("sorted_indices") for k in seen)
+    assert len(seen) >= 3 and not any(k.get("sorted_indices") for k in seen)
+
+
+def test_merged_experts_ask_for_every_map_before_they_sort(monkeypatch):
+    layer = MoE(64, 64, 7, top_k=3)
+    layer.merge()
+    asked = []
+    monkeypatch.setattr(
+        moe, "in_reach", lambda layers, rows=0: asked.append((layers, rows)) or True
+    )
+    mx.eval(layer(mx.random.normal((1, 40, 64))))
+    maps = layer.switch_mlp
+    assert asked == [((maps.gate_proj, maps.up_proj), 120), ([maps.down_proj], 120)]

@@ -5,7 +5,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_kda.bench.endurance import resident
+from mlx_kda.bench.memory import resident
 from mlx_kda.ops import elementwise
 
 SHORT, LENGTH = 100, 1 << 14

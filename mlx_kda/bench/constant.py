@@ -18,7 +18,8 @@ import mlx.core as mx
 from ..context import Context
 from ..errors import UserError
 from .constant_page import QUESTION
-from .endurance import live_arrays, peak_resident, resident
+from .endurance import live_arrays
+from .memory import peak_resident, resident
 
 STEP = 512
 

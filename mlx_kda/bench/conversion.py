@@ -1,7 +1,5 @@
 """`bench convert`: seconds and peak memory of a conversion, ours against mlx_lm.convert."""
 
-import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -48,26 +46,21 @@ def run(source: Path, *, q_bits: int | None = None, samples: int = 3) -> Iterato
         yield row
 
 
-def _measure(command: list[str]) -> tuple[float, float]:
+def _measure(command: list[str]) -> tuple[float, int]:
     """(seconds, peak resident bytes) of ``python -m command``, OUT standing for a new folder."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out"
-        arguments = [sys.executable, "-m", *(str(out) if a == "OUT" else a for a in command)]
-        with tempfile.TemporaryFile("w+") as log:
-            start = time.perf_counter()
-            process = subprocess.Popen(arguments, stdout=log, stderr=log)
-            try:
-                _, status, usage = os.wait4(process.pid, 0)
-            except BaseException:  # this program is ended: its conversion too, before the folder
-                process.kill()
-                process.wait()
-                raise
-            seconds = time.perf_counter() - start
-            process.returncode = os.waitstatus_to_exitcode(status)
-            if process.returncode:
-                log.seek(0)
-                lines = log.read().strip().splitlines() or ["no output"]
-                raise UserError(f"exit status {process.returncode}: {lines[-1]}")
-        shutil.rmtree(out, ignore_errors=True)
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux
-    return seconds, usage.ru_maxrss * unit
+    with tempfile.TemporaryDirectory(prefix="mlx-kda-bench-") as folder:
+        out, peak = Path(folder) / "out", Path(folder) / "peak"
+        told = [str(out) if a == "OUT" else a for a in command]
+        start = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-m", "mlx_kda.bench.memory", str(peak), *told],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        seconds = time.perf_counter() - start
+        if done.returncode:
+            lines = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()
+            raise UserError(f"exit status {done.returncode}: {lines[-1]}")
+        return seconds, int(peak.read_text())

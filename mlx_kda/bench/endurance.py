@@ -7,19 +7,17 @@ that a leak of one array a layer and step shows within minutes.
 
 import gc
 import json
-import os
-import resource
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from ..context import Context
 from ..errors import UserError
+from .memory import peak_resident, resident
 
 LAYERS = 24
 WIDTH = 64
@@ -121,22 +119,6 @@ def read(length: int, policy: str, layers: int) -> dict[str, Any]:
         "cache_mb": context.nbytes / 1e6,
         "tokens_per_second": max(length - 4096, 0) / seconds,
     }
-
-
-def resident() -> int:
-    """Bytes of this process in memory now."""
-    if sys.platform == "darwin":
-        shown = subprocess.check_output(["ps", "-o", "rss=", "-p", str(os.getpid())])
-        return int(shown) * 1024
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
-
-
-def peak_resident() -> int:
-    """Highest resident bytes of this process so far."""
-    # ru_maxrss: bytes on macOS, KiB on Linux
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def live_arrays() -> int:

@@ -17,23 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import UserError
+from .memory import peak_resident
 
 SHARD_BYTES = 500_000_000
 KILL_SHARD_BYTES = 100_000_000  # smaller, so that a kill finds some files finished
 KILLS = 10
-
-
-def peak() -> int:
-    """Highest resident bytes of this process so far, as the system counts them.
-
-    Not ru_maxrss on Linux: a child inherits that of the process that started it.
-    """
-    if sys.platform == "linux":
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def ours(source: Path, out: Path, bits: int | None, shard_bytes: int) -> None:
@@ -144,10 +132,10 @@ def _task(task: str, source: str, out: str, bits: int, shard_bytes: int) -> None
     import mlx.core as mx
 
     mx.eval(mx.quantize(mx.zeros((64, 64))))
-    idle, start, busy = peak(), time.perf_counter(), time.process_time()
+    idle, start, busy = peak_resident(), time.perf_counter(), time.process_time()
     TASKS[task](Path(source), Path(out), bits or None, shard_bytes)
     seconds, cpu = time.perf_counter() - start, time.process_time() - busy
-    print(json.dumps({"seconds": seconds, "cpu": cpu, "idle": idle, "peak": peak()}))
+    print(json.dumps({"seconds": seconds, "cpu": cpu, "idle": idle, "peak": peak_resident()}))
 
 
 if __name__ == "__main__":

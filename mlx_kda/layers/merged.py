@@ -97,15 +97,27 @@ class MergedExperts(Merged):
         return mx.split(y, self.ends, axis=-1)
 
 
-def in_reach(layers: Sequence[nn.Module]) -> bool:
-    """Whether MLX's product of sorted rows finds every expert of ``layers`` [E, out, in], merged.
+def in_reach(layers: Sequence[nn.Module], rows: int = 0) -> bool:
+    """Whether MLX's product of ``rows`` sorted rows finds every expert of ``layers``, merged.
 
-    MLX's CUDA build (0.32.4) counts the bytes before an expert's weights in 32 bits: past 2 GiB it
-    reads elsewhere and says nothing. Packed weights go through another kernel there.
+    MLX's CUDA build (0.32.4) counts the bytes before an expert's weights in 31 bits and those
+    before its rows in 32: past 2 and 4 GiB it reads elsewhere and says nothing. Packed weights go
+    through another kernel there.
     """
-    if not _on_cuda() or "scales" in layers[0]:
+    if not _on_cuda():
         return True
-    return sum(layer.weight[1:].nbytes for layer in layers) < 2**31
+    stacks = [_weight(layer) for layer in layers]
+    floats = [w for w in stacks if mx.issubdtype(w.dtype, mx.floating)]
+    if not floats:
+        return True
+    before = sum(w.nbytes // w.shape[0] * (w.shape[0] - 1) for w in floats)
+    widest = max(sum(w.shape[1] for w in floats), floats[0].shape[2]) * floats[0].itemsize
+    return before < 2**31 and rows * widest < 2**32
+
+
+def _weight(layer: nn.Module) -> mx.array:
+    """Of a map or of what an adapter wraps, [E, out, in]."""
+    return layer.weight if "weight" in layer else _weight(layer.linear)
 
 
 def _on_cuda() -> bool:

@@ -42,11 +42,16 @@ class Experts(SwitchGLU):
         if x.dtype != mx.float32 and mx.default_device() == mx.cpu:
             return self._unsorted(_cpu_linear, x, chosen)
         merged = None if self._bundle is None else self._bundle.whole(self._inputs())
-        if merged is not None:
-            return (self._few if chosen.size < _SORTED_FROM else self._many)(merged, x, chosen)
-        if not all(in_reach([layer]) for layer in (*self._inputs(), self.down_proj)):
+        if chosen.size >= _SORTED_FROM and not self._can_be_sorted(merged, chosen.size):
             return self._unsorted(lambda layer, *args: layer(*args), x, chosen)
-        return super().__call__(x, chosen)
+        if merged is None:
+            return super().__call__(x, chosen)
+        return (self._few if chosen.size < _SORTED_FROM else self._many)(merged, x, chosen)
+
+    def _can_be_sorted(self, merged: MergedExperts | None, rows: int) -> bool:
+        one_by_one = (self.down_proj,) if merged is not None else (*self._inputs(), self.down_proj)
+        together = self._inputs() if merged is not None else ()
+        return in_reach(together, rows) and all(in_reach([layer], rows) for layer in one_by_one)
 
     def _unsorted(self, apply: Callable, x: mx.array, chosen: mx.array) -> mx.array:
         """A product for each token and expert, each map by ``apply(map, rows, chosen)``."""
