@@ -12,17 +12,26 @@ from mlx_kda.errors import CheckpointError, UserError
 
 INDEX = "model.safetensors.index.json"
 HUB_ID = re.compile(r"^\w[\w.-]*/\w[\w.-]*$")
+HUB_ADDRESS = re.compile(r"^(?:https?://[^/]+/|hf://)(\w[\w.-]*/\w[\w.-]*)")
+GGUF = ".gguf"
+OTHER_FORM = "give the model in Hugging Face's or MLX's form, with config.json and .safetensors"
 
 
 def find_folder(source: str | Path) -> Path | None:
     """The folder named; None for a hub id. Raises UserError for what is neither."""
+    if not str(source).strip():
+        raise UserError("the name of the checkpoint is empty: give a folder or owner/name")
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
+    if folder.suffix.lower() == GGUF and folder.exists():
+        raise UserError(f"{source} is a file of llama.cpp's: {OTHER_FORM}")
     if folder.exists():
         raise UserError(f"{source} is a file: give the folder that holds config.json")
     if HUB_ID.match(str(source)):
         return None
+    if address := HUB_ADDRESS.match(str(source)):
+        raise UserError(f"{source} is an address: give the hub id {address[1]}")
     raise UserError(f"{source}: no such folder, and no hub id of the form owner/name")
 
 
@@ -43,6 +52,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a folder; what its model makes of the values is seen later."""
+    if not (folder / "config.json").exists() and any(folder.glob(f"*{GGUF}")):
+        raise CheckpointError(f"{folder} holds a model for llama.cpp: {OTHER_FORM}")
     config = read_json(folder / "config.json")
     for key in ("quantization", "quantization_config"):
         if not isinstance(config.get(key), dict | None):

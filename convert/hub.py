@@ -101,7 +101,7 @@ def upload(folder: Path, repo: str) -> str:
     Raises UserError: no login, no right to write there, no network.
     """
     client = api()
-    with _in_one_line(repo):
+    with _in_one_line(repo, f"{folder} was not uploaded to {repo}"):
         client.create_repo(repo, exist_ok=True)
         commit = client.upload_folder(
             repo_id=repo, folder_path=folder, commit_message="Upload a model converted by mlx-kda"
@@ -110,8 +110,12 @@ def upload(folder: Path, repo: str) -> str:
 
 
 @contextlib.contextmanager
-def _in_one_line(repo: str) -> Iterator[None]:
-    """Turn the many errors of the hub's client into a UserError of one line."""
+def _in_one_line(repo: str, failed: str | None = None) -> Iterator[None]:
+    """Turn the many errors of the hub's client into a UserError of one line.
+
+    ``failed`` is what there is to say about the repository where the hub cannot be asked.
+    """
+    failed = failed or f"{repo} is no folder here"
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
@@ -127,5 +131,7 @@ def _in_one_line(repo: str) -> Iterator[None]:
         ) from error
     # the hub's client raises errors of its own, of its HTTP library and of the system
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise UserError(f"the Hugging Face hub failed for {repo}: {reason}") from error
+        reason = str(error).strip().partition("\n")[0].removeprefix("Got: ")
+        raise UserError(
+            f"{failed}, and the Hugging Face hub failed: {reason or type(error).__name__}"
+        ) from error

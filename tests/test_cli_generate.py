@@ -157,9 +157,9 @@ def test_a_prompt_file_that_is_no_text(generate, tmp_path):
     assert status == 2 and "UTF-8" in err
 
 
-def test_an_empty_pipe_is_an_empty_prompt(tiny_mlx):
+def test_an_empty_pipe_is_no_prompt(tiny_mlx):
     result = run("generate", str(tiny_mlx))
-    assert result.returncode == 2 and "the prompt is empty" in result.stderr
+    assert result.returncode == 2 and "no prompt: give --prompt TEXT" in result.stderr
 
 
 def test_the_program_reads_a_pipe(tiny_mlx):

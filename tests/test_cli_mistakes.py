@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from mlx_kda.cli.main import COMMANDS, build_parser
+from mlx_kda.cli.main import COMMANDS, build_parser, main
 
 # Runs commands one after the other and reports what each told and what was imported by then.
 RUN = """
@@ -52,9 +52,14 @@ def here(tmp_path_factory):
     folder("damaged", "{")
     folder("list", "[]")
     folder("weightless", json.dumps(good), weights=False)
+    folder("untyped", "{}")
     (here / "empty").mkdir()
+    (here / "llama").mkdir()
+    for path in (here / "llama.gguf", here / "llama" / "q4.gguf"):
+        path.write_bytes(b"GGUF\x03\x00\x00\x00")
     (here / "latin1.txt").write_bytes("caf\xe9".encode("latin1"))
     (here / "empty.txt").write_text("")
+    (here / "blank.txt").write_text("  \n \n")
     (here / "notes.txt").write_text("these are no session and no model\n")
     (here / "short.session").write_bytes((500).to_bytes(8, "little") + b"{")
     return here
@@ -64,6 +69,12 @@ MODELS = {
     "nowhere": "nowhere: no such folder",
     "./no/where": "no such folder",
     "notes.txt": "notes.txt is a file",
+    "": "name",  # of a variable that is not set; it was the current folder
+    "llama.gguf": "llama.gguf is a file of llama.cpp's: give the model in Hugging Face's",
+    "llama": "llama holds a model for llama.cpp: give the model in Hugging Face's",
+    "https://huggingface.co/owner/model/tree/main": "is an address: give the hub id owner/model",
+    "hf://owner/model": "give the hub id owner/model",
+    "untyped": "config.json: no model_type; supported: kimi_linear, kda",
     "empty": "empty is no checkpoint: it has no config.json",
     "damaged": "is damaged",
     "list": "not a JSON object",
@@ -98,6 +109,22 @@ def test_a_wrong_model_is_told_at_once(here):
 MISTAKES = [
     (["generate", "model", "--prompt", ""], "the prompt is empty"),
     (["generate", "model", "--prompt-file", "empty.txt"], "the prompt is empty"),
+    (["generate", "model", "--prompt-file", "blank.txt"], "the prompt is empty"),
+    (["generate", "model", "--prompt", " \n\t "], "the prompt is empty"),
+    (["generate", "model", "--prompt", "-"], "the prompt is empty"),
+    (["generate", "model"], "no prompt: give --prompt TEXT, --prompt-file FILE or text on a pipe"),
+    (["generate", "model", "--prompt-file", ""], "--prompt-file: the name is empty"),
+    (["generate", "model", "--prompt", "x", "--session", ""], "--session: the name is empty"),
+    (["generate", "model", "hi"], "mlx-kda generate: unrecognized arguments: hi (see mlx-kda gen"),
+    (["generate", "model", "--temperature", "1"], "--temperature 1; did you mean --temp? (see"),
+    (["convert", "model", "out", "--q_bits=4"], "--q_bits=4; did you mean --q-bits?"),
+    (["convert", "model", "out", "-q"], "unrecognized arguments: -q (see mlx-kda convert --help)"),
+    (["bench", "op", "--token", "1"], "mlx-kda bench op: unrecognized arguments: --token 1; did"),
+    (
+        ["--debag", "info", "model"],
+        "unrecognized arguments: --debag; did you mean --debug?",
+    ),
+    (["chat", "model", "--resume", ""], "--resume: the name is empty"),
     (["generate", "model", "--prompt-file", "latin1.txt"], "latin1.txt is not text in UTF-8"),
     (["generate", "model", "--prompt-file", "none.txt"], "cannot read none.txt"),
     (["generate", "model", "--prompt-file", "empty"], "cannot read empty"),
@@ -109,9 +136,24 @@ MISTAKES = [
     (["chat", "model", "--resume", "none"], "none cannot be read"),
     (["chat", "model", "--resume", "notes.txt"], "no session of mlx-kda"),
     (["chat", "model", "--session", "no/s"], "no folder to save it in"),
-    (["plan", "model", "--context", "2000000"], "more than the model's context of 1,048,576"),
+    (["plan", "model", "--context", "2000000"], "context of 1,048,576: lower --context"),
+    (
+        ["plan", "model", "--context", "128K"],
+        "'128K' is not a whole number between 1 and 1,000,",
+    ),
     (["convert", "nowhere", "out"], "nowhere: no such folder"),
     (["convert", "empty", "out"], "it has no config.json"),
+    (["convert", "llama.gguf", "out"], "is a file of llama.cpp's"),
+    (["convert", "", "out"], "the name of the checkpoint is empty"),
+    (["convert", "model", ""], "OUT: the name is empty"),
+    (["convert", "model", "out", "--q-bits", "4bit"], "'4bit' is not one of 2, 3, 4, 5, 6, 8"),
+    (["convert", "model", "out", "--q-group-size", "48"], "'48' is not one of 16, 32, 64, 128"),
+    (["convert", "model", "out", "--shard-size", "5X"], "'5X' is not a size like 500M or 5G"),
+    (["convert", "model", "out", "--q-mode", "mxfp4"], "add --q-bits 4"),
+    (["verify", ""], "the name of the converted folder is empty"),
+    (["verify", "model", "--source", ""], "the name of the checkpoint is empty"),
+    (["verify", "model", "--tokens", "notes.txt"], "--tokens needs --source"),
+    (["bench", "all", "--report", ""], "--report: the name is empty"),
     (["verify", "nowhere"], "nowhere is no converted model"),
     (["verify", "model", "--source", "nowhere"], "nowhere: no such folder"),
     (["bench", "model", "nowhere"], "nowhere: no such folder"),
@@ -185,6 +227,52 @@ def test_numbers_at_the_ends_of_their_ranges_are_taken():
     flags = "--temp 100 --top-p 1 --min-p 1 --top-k 1000000000 --seed 18446744073709551615"
     args = build_parser().parse_args(["chat", *flags.split(), "--max-tokens=0", "--temp=1e-300"])
     assert args.seed == 2**64 - 1 and args.temp == 1e-300 and args.max_tokens == 0
+
+
+def test_a_size_may_have_a_unit():
+    sizes = {"500M": 5 * 10**8, "1.5gb": 15 * 10**8, "2T": 2 * 10**12, "7": 7}
+    for text, wanted in sizes.items():
+        args = build_parser().parse_args(["convert", "a", "b", "--shard-size", text])
+        assert args.shard_size == wanted
+
+
+def test_a_blank_text_may_be_gone_on_from(tiny_mlx, capsys):
+    """White space is no message, but it can be the beginning of a text."""
+    flags = ["generate", str(tiny_mlx), "--prompt", "  ", "--max-tokens", "1"]
+    assert main([*flags, "--raw"]) == 0
+    assert main(flags) == 2
+    assert "the prompt is empty" in capsys.readouterr().err
+
+
+def test_a_hub_that_cannot_be_asked_is_no_riddle(tmp_path, monkeypatch, capsys):
+    """The name may have been meant as a folder: it used to say "Got: ConnectError" only."""
+    import huggingface_hub
+
+    def unreachable(*args, **kwargs):
+        raise OSError("Got: ConnectError: [Errno -2] Name or service not known\nCheck it.")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    monkeypatch.chdir(tmp_path)
+    for argv in (["plan"], ["doctor"], ["convert", "out"], ["generate", "--prompt", "x"], ["chat"]):
+        assert main([argv[0], "models/kimi", *argv[1:]]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err == (
+            "mlx-kda: models/kimi is no folder here, and the Hugging Face hub failed: "
+            "ConnectError: [Errno -2] Name or service not known\n"
+        )
+
+
+@pytest.mark.parametrize("runner", ["metal", "cuda"])
+def test_a_gpu_that_is_not_here_is_told_first(runner, monkeypatch, capsys):
+    """It used to say "KDA layers run by: metal" before it said that there is none."""
+    import mlx.core as mx
+
+    monkeypatch.setattr(getattr(mx, runner), "is_available", lambda: False)
+    for flags in ([], ["--json"]):
+        assert main(["doctor", "--runner", runner, *flags]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith(f"mlx-kda: --runner {runner} needs ")
+        assert "--runner emulator-fast runs" in err and err.count("\n") == 1
 
 
 def test_an_argument_that_is_no_utf8_is_one_line(capfd):

@@ -208,5 +208,5 @@ def test_native_configs_that_make_no_sense(changes, names):
 def test_an_unknown_model_type_is_refused_with_what_is_supported():
     with pytest.raises(CheckpointError, match=r"'llama'.*kimi_linear"):
         get_model_classes({"model_type": "llama"})
-    with pytest.raises(CheckpointError, match="None"):
+    with pytest.raises(CheckpointError, match="no model_type; supported: kimi_linear"):
         get_model_classes({})

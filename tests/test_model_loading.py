@@ -378,7 +378,7 @@ def test_no_such_folder_and_a_file(tmp_path):
 @pytest.mark.parametrize("kind", ["llama", "kimi_k3", None, 3])
 def test_an_unknown_model_type(folder, config, kind):
     (folder / "config.json").write_text(json.dumps({**config, "model_type": kind}))
-    refused(folder, "model_type", str(kind))
+    refused(folder, "no model_type" if kind is None else f"model_type {kind!r}")
 
 
 def test_an_unbuilt_feature(folder, config):

@@ -41,9 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     everything = kinds.add_parser(
         "all",
-        help="op, model, profile, convert, launches and counters, as one page",
-        description="op, model, profile, convert, launches and counters on this machine, as one "
-        "Markdown page",
+        help="most of the others, as one page",
+        description="op, model, buffers (on a GPU), profile, convert, launches and counters on "
+        "this machine, as one Markdown page",
     )
     everything.add_argument("--report", metavar="FILE", required=True, help="page to write")
     everything.add_argument(
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=parsing.number(float, 0.1, LONGEST),
         default=10.0,
         metavar="S",
-        help="seconds a candidate and size may take (default: 10)",
+        help="seconds a candidate and size may take, but for three samples (default: 10)",
     )
     everything.add_argument(
         "--tokens",
@@ -107,9 +107,9 @@ def _run(args: argparse.Namespace) -> int:
         if args.source is not None:
             checks.folder(args.source)
 
-        from mlx_kda.bench import report
+        from mlx_kda.cli.benchmarks import page
 
-        report.write(Path(args.report), command, args, run_one)
+        page.write(Path(args.report), command, args, run_one)
         note(f"wrote {args.report}")
         return 0
 
@@ -117,23 +117,26 @@ def _run(args: argparse.Namespace) -> int:
     report = getattr(args, "report", None)
     checks.writable(report, "--report")
 
-    from mlx_kda.bench import machine
+    @cache
+    def about() -> dict[str, Any]:
+        from mlx_kda.bench import machine  # MLX, which a mistake in the arguments need not wait for
 
-    about = cache(lambda: machine.describe(command))
+        return machine.describe(command)
+
     saving = results.Saving(Path(args.out), args.kind, about) if args.out else None
     try:
         rows = run_one(benchmark, args, saving.add if saving else None)
     except BaseException:
-        if saving and saving.rows:
+        if saving and saving.path.is_file():
             note(f"rows until then: {saving.path}")
         raise
-    print(results.markdown(rows, benchmark.columns))
-    if benchmark.note:
-        note(benchmark.note)
-    written = saving.finish() if saving else ()
+    written = saving.finish() if saving else ()  # before anything is printed: a pipe may be closed
     if report:
         write_text(Path(report), benchmark.page(about(), rows))
         written = (*written, Path(report))
+    print(results.markdown(rows, benchmark.columns))
+    if benchmark.note:
+        note(benchmark.note)
     for path in written:
         note(f"wrote {path}")
     broken = benchmark.broken(rows) if isinstance(benchmark, Promise) else []
@@ -142,21 +145,34 @@ def _run(args: argparse.Namespace) -> int:
     return BROKEN if broken else 0
 
 
+# What the environment may tell MLX that changes times or results.
+_SETTINGS = (
+    *("MLX_ENABLE_TF32", "MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER", "MLX_BFS_MAX_WIDTH"),
+    *("MLX_DISABLE_COMPILE", "MLX_METAL_FAST_SYNCH", "MLX_USE_CUDA_GRAPHS"),
+)
+
+
 def _command(args: argparse.Namespace) -> str:
     """The command as it can be repeated, with what the user told MLX by the environment.
 
-    Of a path only the name: pages are published, and where files lie here says nothing to others.
+    Of an absolute path only the name: pages are published, and where files lie here says nothing to
+    others.
     """
     from mlx_kda.cli.main import MLX_SETTINGS
 
     scratch = getattr(args, "folder", None)
-    told = ["FOLDER" if a == scratch else Path(a).name if a[:1] == "/" else a for a in sys.argv[1:]]
+    told = ["FOLDER" if a == scratch else _name(a) for a in sys.argv[1:]]
     settings = [
-        f"{name}={Path(value).name if value[:1] == '/' else value}"
-        for name, value in sorted(os.environ.items())
-        if name.startswith("MLX_") and MLX_SETTINGS.get(name) != value
+        f"{name}={shlex.quote(os.environ[name])}"
+        for name in _SETTINGS
+        if name in os.environ and os.environ[name] != MLX_SETTINGS.get(name)
     ]
-    return shlex.join([*settings, "mlx-kda", *told])
+    return " ".join([*settings, shlex.join(["mlx-kda", *told])])
+
+
+def _name(argument: str) -> str:
+    option, equals, value = argument.rpartition("=") if argument[:2] == "--" else ("", "", argument)
+    return option + equals + (Path(value).name if value[:1] == "/" else value)
 
 
 def run_one(
@@ -171,10 +187,6 @@ def run_one(
         rows.append(row)
         if keep is not None:
             keep(row)
-    noisy = sum(row.get("steady") is False for row in rows)
-    if noisy:
-        note(
-            f"{noisy} of {len(rows)} rows spread over more than 5 % of their median: "
-            "this machine was busy, run again before quoting them"
-        )
+    if noise := results.noise(rows):
+        note(f"{noise}: this machine was busy, run again before quoting them")
     return rows

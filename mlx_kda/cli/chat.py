@@ -36,11 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", type=parsing.text, metavar="TEXT", help="a system message")
     parser.add_argument(
         "--resume",
+        type=parsing.name,
         metavar="FILE",
         help="go on with the session of this file, and leave the file alone",
     )
     parser.add_argument(
         "--session",
+        type=parsing.name,
         metavar="FILE",
         help="keep the session in this file, saved now and then and at the end; one that exists "
         "goes on",

@@ -38,6 +38,8 @@ def writable(path: str | None, option: str) -> None:
     """Raise UserError where a file that is to be written at the end cannot be written."""
     if path is None:
         return
+    if not path.strip():
+        raise UserError(f"{option}: the name is empty")
     file = Path(path).absolute()
     if file.is_dir():
         raise UserError(f"{option} {path} is a folder: name a file")
@@ -65,5 +67,7 @@ def folder(path: str) -> None:
 
 def converted(path: str) -> None:
     """Raise CheckpointError for a path at which there is no config.json."""
+    if not path.strip():
+        raise UserError("the name of the converted folder is empty")
     if not (Path(path) / "config.json").is_file():
         raise CheckpointError(f"{path} is no converted model: it has no config.json")

@@ -9,6 +9,7 @@ import json
 import re
 
 from mlx_kda.cli import checks, output, parsing
+from mlx_kda.cli.options import BITS
 from mlx_kda.cli.stopping import ending
 from mlx_kda.convert.folders import HUB_ID
 from mlx_kda.errors import UserError
@@ -22,12 +23,14 @@ EXAMPLE = (
     "--q-rule 'self_attn.o_proj=8,64'"
 )
 LARGEST = 10**15  # bytes of an output file
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="folder or hub id of the checkpoint")
-    parser.add_argument("out", metavar="OUT", help="folder to write; it must not exist")
+    parser.add_argument(
+        "out", type=parsing.name, metavar="OUT", help="folder to write; it must not exist"
+    )
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub id")
     parser.add_argument("--plan", action="store_true", help="say what it takes, convert nothing")
     parser.add_argument("--resume", action="store_true", help="go on with an unfinished conversion")
@@ -35,7 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--overwrite", action="store_true", help="replace OUT, and an unfinished conversion to it"
     )
     parser.add_argument(
-        "--shard-size", type=byte_size, default=5 * 10**9, metavar="SIZE", help="default: 5G"
+        "--shard-size",
+        type=byte_size,
+        default=5 * 10**9,
+        metavar="SIZE",
+        help="bytes of a weight file at most, as in 500M or 5G (default: 5G)",
     )
     parser.add_argument("--upload-repo", metavar="OWNER/NAME", help="then upload OUT to the hub")
     parser.add_argument("--json", action="store_true", help="the report as one JSON object")
@@ -44,28 +51,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     recipe.add_argument(
         "--dtype",
         choices=("float32", "float16", "bfloat16", "fp32", "fp16", "bf16"),
-        help="of the weights (default: the checkpoint's); gates and router bias stay float32",
+        help="what weights that are not quantised are stored in; gates and router bias stay "
+        "float32 (default: the checkpoint's)",
     )
     recipe.add_argument(
         "--q-bits",
-        type=int,
-        choices=(2, 3, 4, 5, 6, 8),
+        type=parsing.one_of(*BITS),
         metavar="N",
-        help="quantise to N bits, but for norms, convolutions and the gate path (under 1 %% of a "
-        "large model); the router gets at least 8",
+        help="quantise to N bits, 2, 3, 4, 5, 6 or 8, but for norms, convolutions and the gate "
+        "path (under 1 %% of a large model); the router gets at least 8 (default: no quantising)",
     )
     recipe.add_argument(
         "--q-group-size",
-        type=int,
-        choices=(16, 32, 64, 128),
+        type=parsing.one_of(16, 32, 64, 128),
         metavar="N",
-        help="weights that share a scale (default: the mode's own)",
+        help="weights that share a scale: 16, 32, 64 or 128 (default: the mode's own)",
     )
     recipe.add_argument(
         "--q-mode",
         choices=("affine", "mxfp4", "mxfp8", "nvfp4"),
         default="affine",
-        help="default: affine",
+        help="form of the quantised weights; mxfp4 and nvfp4 have 4 bits, mxfp8 has 8 "
+        "(default: affine)",
     )
     recipe.add_argument(
         "--q-rule",
@@ -79,8 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--target-bpw",
         type=parsing.number(float, 2, 16),
         metavar="X",
-        help="X stored bits a weight in all, spent where they do most for the predictions, the "
-        "gate path included (docs/quality.md has what that brings)",
+        help="X stored bits a weight in all, 2 to 16, spent where they do most for the "
+        "predictions, the gate path included (docs/quality.md has what that brings)",
     )
     recipe.add_argument(
         "--dequantize", action="store_true", help="unpack a source that is quantised"
@@ -88,8 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def byte_size(text: str) -> int:
-    """An argparse type: bytes, with K, M or G."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)b?", text.strip().lower())
+    """An argparse type: bytes, with K, M, G or T."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?)b?", text.strip().lower())
     size = float(found[1]) * UNITS[found[2]] if found else 0
     if not 1 <= size <= LARGEST:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size like 500M or 5G")

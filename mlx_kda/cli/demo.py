@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_kda.cli import checks, loading, output, parsing, reports
+from mlx_kda.cli.options import BITS, POLICY
 from mlx_kda.cli.stopping import ending
 from mlx_kda.errors import UserError
 from mlx_kda.words import size
@@ -32,17 +33,17 @@ SHOWN = 512  # tokens of the long text between two lines about how it is read
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
+        type=parsing.name,
         nargs="?",
         metavar="SRC",
         help="folder of a checkpoint (default: examples/tiny-kimi-linear)",
     )
     parser.add_argument(
         "--q-bits",
-        type=int,
-        choices=(2, 3, 4, 5, 6, 8),
+        type=parsing.one_of(*BITS),
         default=4,
         metavar="N",
-        help="quantise to N bits (default: 4)",
+        help="quantise to N bits: 2, 3, 4, 5, 6 or 8 (default: 4)",
     )
     parser.add_argument(
         "--max-tokens",
@@ -62,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy",
         type=parsing.policy,
         metavar="P",
-        help="what the attention layers keep: exact (the default), window:N+S, int8, int4",
+        help=f"{POLICY} (default: exact)",
     )
 
 

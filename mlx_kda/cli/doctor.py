@@ -10,6 +10,7 @@ from typing import Any
 
 from mlx_kda.cli import loading
 from mlx_kda.cli.parsing import number
+from mlx_kda.errors import UserError
 
 SUMMARY = "check the kernels on this machine"
 RUNNERS = ("auto", "metal", "cuda", "emulator", "emulator-fast", "ops")
@@ -25,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=RUNNERS,
         default="auto",
         metavar="NAME",
-        help="metal, cuda, emulator (checked, slow), emulator-fast; default: what a model would "
-        "use here",
+        help="metal, cuda, emulator (checked, slow), emulator-fast or ops (default: what a model "
+        "would use here)",
     )
     parser.add_argument(
         "--heads",
@@ -45,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     from mlx_kda.kernels import resolve
 
     runner, reason = resolve(args.runner)
+    _refuse_absent(runner)
     report: dict[str, Any] = {
         "machine": doctor.machine(),
         "runner": runner,
@@ -68,6 +70,20 @@ def run(args: argparse.Namespace) -> int:
     elif runner == "ops":
         print("no kernel to check; --runner emulator-fast runs their text on the CPU")
     return 0 if all(v.ok for v in verdicts) else 1
+
+
+def _refuse_absent(runner: str) -> None:
+    """Raise UserError for the runner of a GPU that is not here."""
+    import mlx.core as mx
+
+    for name, backend, what in (
+        ("metal", mx.metal, "an Apple GPU"),
+        ("cuda", mx.cuda, "a CUDA GPU and MLX's build for it"),
+    ):
+        if runner == name and not backend.is_available():
+            raise UserError(
+                f"--runner {name} needs {what}: --runner emulator-fast runs the kernels on the CPU"
+            )
 
 
 def _verdicts(folder: str | None, heads: int, runner: str) -> Iterator[Any]:

@@ -42,7 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the prompt; - is standard input",
     )
     source.add_argument(
-        "--prompt-file", metavar="FILE", help="the prompt from a file in UTF-8; - is standard input"
+        "--prompt-file",
+        type=parsing.name,
+        metavar="FILE",
+        help="the prompt from a file in UTF-8; - is standard input",
     )
     parser.add_argument(
         "--system", type=parsing.text, metavar="TEXT", help="a system message before the prompt"
@@ -55,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--session",
+        type=parsing.name,
         metavar="FILE",
         help="keep the session in this file; one that exists goes on, and with no new prompt from "
         "its last token",
@@ -75,10 +79,10 @@ def run(args: argparse.Namespace) -> int:
     checks.checkpoint(args.model)
     exists = checks.session_file(args.session)
     prompt = _read_prompt(args)
-    if prompt is not None and not prompt:
-        raise UserError("the prompt is empty: give some text")
     if prompt is None and not exists:
         raise UserError("no prompt: give --prompt TEXT, --prompt-file FILE or text on a pipe")
+    if prompt is not None and not (prompt if args.raw else prompt.strip()):
+        raise UserError("the prompt is empty: give some text")
     args.model = loading.locate(args.model)
 
     from mlx_kda.generate import Statistics
@@ -238,7 +242,7 @@ def _read_prompt(args: argparse.Namespace) -> str | None:
         raise UserError(f"{where} is not text in UTF-8") from None
     except OSError as error:
         raise UserError(f"cannot read {args.prompt_file}: {error.strerror}") from None
-    if not text and not from_input and args.prompt_file is None and args.session is not None:
-        return None  # no pipe and no terminal: the session goes on
+    if not text and not from_input and args.prompt_file is None:
+        return None  # neither a pipe nor a terminal
     # A file's last line break is part of a text to go on from, and no part of a message.
     return text if args.raw else text.removesuffix("\n")

@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_kda.cache.policy import Policy
 from mlx_kda.cli import loading, parsing, reports
-from mlx_kda.cli.options import LARGEST
+from mlx_kda.cli.options import LARGEST, POLICY
 from mlx_kda.cli.tables import print_table
 from mlx_kda.convert.folders import find_folder
 from mlx_kda.convert.folders import read_config as read_json
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=parsing.policy,
         default=Policy(),
         metavar="P",
-        help="a cache policy (default: exact)",
+        help=f"{POLICY} (default: exact)",
     )
     parser.add_argument(
         "--context",

@@ -55,7 +55,8 @@ def check_context(config: Any, tokens: int) -> None:
     """Raise UserError for more tokens than the model was made for."""
     if tokens > config.model_max_length:
         raise UserError(
-            f"{tokens:,} tokens are more than the model's context of {config.model_max_length:,}"
+            f"{tokens:,} tokens are more than the model's context of "
+            f"{config.model_max_length:,}: lower --context"
         )
 
 

@@ -8,6 +8,11 @@ from mlx_kda.cli.parsing import number, policy
 LARGEST = 10**9  # tokens of an answer, or of a top-k
 LARGEST_SEED = 2**64 - 1
 COLDEST = 1e-4
+BITS = (2, 3, 4, 5, 6, 8)  # of quantised weights
+POLICY = (
+    "what the attention layers keep: exact, window:N or window:N+S (the last N tokens and the "
+    "first S), int8, int4, or both as in window:4096+16,int8"
+)
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -25,40 +30,40 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         type=number(float, 0, 100),
         default=0.0,
         metavar="T",
-        help="temperature; 0, the default, takes the most likely token",
+        help="temperature (default: 0, the most likely token)",
     )
     group.add_argument(
         "--top-p",
         type=number(float, 0, 1),
         default=0.0,
         metavar="P",
-        help="draw from the likeliest tokens that make up this probability; 0, the default: all",
+        help="draw from the likeliest tokens that make up this probability (default: 0, all)",
     )
     group.add_argument(
         "--top-k",
         type=number(int, 0, LARGEST),
         default=0,
         metavar="K",
-        help="draw from the K likeliest tokens; 0, the default: all",
+        help="draw from the K likeliest tokens (default: 0, all)",
     )
     group.add_argument(
         "--min-p",
         type=number(float, 0, 1),
         default=0.0,
         metavar="P",
-        help="leave out tokens less likely than P times the likeliest; 0, the default: none",
+        help="leave out tokens less likely than P times the likeliest (default: 0, none)",
     )
     group.add_argument(
         "--repetition-penalty",
         type=number(float, 0.1, 10),
         metavar="X",
-        help="make the last 20 tokens less likely by this factor (1, the default: as likely)",
+        help="make the last 20 tokens less likely by this factor (default: 1, as likely)",
     )
     group.add_argument(
         "--seed",
         type=number(int, 0, LARGEST_SEED),
         metavar="N",
-        help="make sampling repeatable",
+        help="make sampling repeatable (default: another draw each time)",
     )
     group.add_argument(
         "--speculate",
@@ -85,8 +90,7 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
         "--policy",
         type=policy,
         metavar="P",
-        help="what the attention layers keep: exact (the default), window:N or window:N+S (the "
-        "last N tokens and the first S), int8, int4, or both as in window:4096+16,int8",
+        help=f"{POLICY} (default: exact)",
     )
     group.add_argument(
         "--force", action="store_true", help="run although this machine's memory is too small"

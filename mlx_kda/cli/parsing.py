@@ -1,6 +1,7 @@
 """How options are read: the parser's manners, and argparse types that refuse in one line."""
 
 import argparse
+import difflib
 import math
 import re
 from collections.abc import Callable
@@ -17,6 +18,18 @@ class Parser(argparse.ArgumentParser):
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, **kwargs)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """argparse's, but what a command does not know is told by it, and not by the program."""
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._meant(unknown[0])}")
+        return namespace, unknown
+
+    def _meant(self, word: str) -> str:
+        """The option that a wrong one may have been meant to be."""
+        near = difflib.get_close_matches(word.partition("=")[0], self._option_string_actions, n=1)
+        return f"; did you mean {near[0]}?" if near and word.startswith("--") else ""
+
     def error(self, message: str) -> None:
         line = " ".join(message.split())  # a value may hold line breaks, and be long
         line = re.sub(r"\S{61,}", lambda found: found[0][:40] + "...", line)
@@ -25,7 +38,7 @@ class Parser(argparse.ArgumentParser):
 
 def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], Any]:
     """An argparse type: an int or a finite float in [low, high]."""
-    span = f"of {low} or more" if high == math.inf else f"between {low} and {high}"
+    span = f"of {low:,} or more" if high == math.inf else f"between {low:,} and {high:,}"
 
     def parse(text: str) -> Any:
         try:
@@ -38,6 +51,26 @@ def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], An
         return value
 
     return parse
+
+
+def one_of(*values: int) -> Callable[[str], int]:
+    """An argparse type: one of some whole numbers."""
+
+    def parse(text: str) -> int:
+        if text not in map(str, values):
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not one of {', '.join(map(str, values))}"
+            )
+        return int(text)
+
+    return parse
+
+
+def name(text: str) -> str:
+    """An argparse type: the name of a file or folder; an unset variable of a shell is none."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the name is empty")
+    return text
 
 
 def numbers(text: str) -> list[int]:

@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from mlx_kda.cli import checks, loading, output, parsing
-from mlx_kda.cli.options import LARGEST, add_prefill_step
+from mlx_kda.cli.options import LARGEST, POLICY, add_prefill_step
 from mlx_kda.cli.tables import print_table
 from mlx_kda.words import size
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=parsing.policy,
         action="append",
         metavar="P",
-        help="a cache policy to show instead of the usual ones; may be repeated",
+        help=f"a cache policy to show instead of the usual ones; may be repeated; {POLICY}",
     )
     add_prefill_step(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object")

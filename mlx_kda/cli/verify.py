@@ -31,23 +31,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub id")
     parser.add_argument(
         "--tokens",
+        type=parsing.name,
         metavar="FILE",
         help="compare logits on this text, or on the ids in a .json list (default: a built-in one)",
     )
     parser.add_argument(
-        "--max-tokens", type=parsing.number(int, 2), default=2048, metavar="N", help="default: 2048"
+        "--max-tokens",
+        type=parsing.number(int, 2),
+        default=2048,
+        metavar="N",
+        help="tokens of that text to compare at most (default: 2048)",
     )
     parser.add_argument(
         "--max-kl",
         type=parsing.number(float, 0),
         metavar="X",
-        help="bound of the mean KL divergence in nats (default: by noise as large)",
+        help="bound of the mean KL divergence, in nats (default: three times what noise as large "
+        "as the rounding does to the source)",
     )
     parser.add_argument(
         "--min-top1",
         type=parsing.number(float, 0, 1),
         metavar="X",
-        help="bound of the top-1 agreement (default: by noise as large)",
+        help="share of the tokens whose likeliest successor must stay the same, 0 to 1 (default: "
+        "what such noise leaves, less 0.1)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object")
 

@@ -24,9 +24,8 @@ def model_type(config: dict[str, Any]) -> str:
     """The model_type of a config; CheckpointError where no family here has it."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise CheckpointError(
-            f"config.json: model_type {kind!r} is not supported; supported: {', '.join(FAMILIES)}"
-        )
+        what = "no model_type" if kind is None else f"model_type {kind!r} is not supported"
+        raise CheckpointError(f"config.json: {what}; supported: {', '.join(FAMILIES)}")
     return kind
 
 

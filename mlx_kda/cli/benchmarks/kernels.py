@@ -127,7 +127,10 @@ def _cuda_arguments(parser: argparse.ArgumentParser) -> None:
         "--heads", type=parsing.numbers, metavar="H,H", help="heads, even numbers (default: 32,96)"
     )
     parser.add_argument(
-        "--frameworks", default="mlx,torch", metavar="F,F", help="default: mlx,torch"
+        "--frameworks",
+        default="mlx,torch",
+        metavar="F,F",
+        help="what to run, with commas (default: mlx,torch)",
     )
 
 

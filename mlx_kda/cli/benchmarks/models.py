@@ -27,19 +27,19 @@ def _subject_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--q-bits",
         type=int,
-        choices=(0, 4, 8),
-        default=0,
+        choices=(4, 8),
         metavar="N",
-        help="bits of its weights, 0 for not quantised (default: 0)",
+        help="bits of its weights (default: not quantised)",
     )
     parser.add_argument(
         "--dtype",
         choices=("float32", "float16", "bfloat16"),
-        default="bfloat16",
         help="of its activations (default: bfloat16)",
     )
     parser.add_argument("--runner", default="auto", help="of the KDA layers (default: auto)")
-    parser.add_argument("--device", choices=("cpu", "gpu"), help="default: MLX's own choice")
+    parser.add_argument(
+        "--device", choices=("cpu", "gpu"), help="what MLX computes on (default: MLX's own choice)"
+    )
 
 
 def _subject(args: argparse.Namespace) -> "Subject":
@@ -47,9 +47,10 @@ def _subject(args: argparse.Namespace) -> "Subject":
         checks.checkpoint(args.model)
     from mlx_kda.bench.subject import Subject
 
-    names = ("shape", "layers", "vocab", "dtype", "runner", "device")
-    given = {name: getattr(args, name) for name in names}
-    return Subject(args.model, q_bits=args.q_bits or None, **given)
+    return Subject(args.model, **{name: getattr(args, name) for name in _SUBJECT})
+
+
+_SUBJECT = ("shape", "layers", "vocab", "q_bits", "dtype", "runner", "device")
 
 
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,16 +101,10 @@ def _buffers_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _buffers_rows(args: argparse.Namespace) -> Rows:
-    _subject(args).check()
+    _subject(args).prepare()
     from mlx_kda.bench import buffers
 
-    given = {
-        name: getattr(args, name)
-        for name in (
-            *("shape", "layers", "vocab", "q_bits", "dtype", "runner", "device"),
-            *("samples", "budget"),
-        )
-    }
+    given = {name: getattr(args, name) for name in (*_SUBJECT, "samples", "budget")}
     options = [
         f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None
     ]
@@ -225,10 +220,10 @@ MODELS = (
         "The same folder for all, or random weights of one shape. Prefill is each library's own: "
         "mlx-lm leaves the head out until the last token, ours computes it for that token alone; "
         "decode is one loop. On a Linux CPU how weights lie in memory is part of the difference: "
-        "our loader lays them out for its BLAS, mlx-lm's does not, and the third candidate is its "
+        "our loader lays them out for its BLAS, mlx-lm's does not, and a third candidate is its "
         "model with our layout. Launches are nodes of this device's graph. A candidate is left out "
-        "once a prefill would take it twice the seconds allowed. A model that memory does not hold "
-        "twice is measured by one library, then by the other.",
+        "where a single prefill would take it twice the seconds allowed. A model that memory does "
+        "not hold twice is measured by one library, then by the other (alone).",
     ),
     Benchmark(
         "profile",

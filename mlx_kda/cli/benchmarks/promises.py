@@ -34,7 +34,7 @@ def _constant_arguments(parser: argparse.ArgumentParser) -> None:
         type=parsing.number(int, 1, MOST),
         default=200_000,
         metavar="N",
-        help="default: 200000",
+        help="tokens of the text (default: 200000)",
     )
     parser.add_argument(
         "--every",
