@@ -4,14 +4,12 @@ import io
 import os
 import re
 import signal
-import subprocess
 import tempfile
-import time
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from helpers.program import PROGRAM
+from helpers.paused import Pause, started
 
 import mlx_kda
 from mlx_kda import demo, files
@@ -146,22 +144,15 @@ def test_a_signal_in_the_middle_leaves_nothing(tiny_hf, tmp_path, number):
     compiled = SHARED_TEMPORARY / "mlx"
     compiled.mkdir(exist_ok=True)
     (temporary / "mlx").symlink_to(compiled)
-    command = [*PROGRAM, "demo", str(tiny_hf), "--tokens", "250"]
-    process = subprocess.Popen(
-        command,
-        cwd=here,
-        env=os.environ | {"TMPDIR": str(temporary)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    for line in process.stdout:
-        if line.startswith("> "):
-            break
-    assert len(list(temporary.iterdir())) == 2
-    time.sleep(0.05)
-    process.send_signal(number)
-    _, err = process.communicate(timeout=60)
+    pause = Pause("answering:3", tmp_path / "pause")
+    command = [*pause.program, "demo", tiny_hf, "--tokens", "250"]
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    with started(command, cwd=here, env=environment, text=True) as process:
+        pause.reached(process)
+        assert len(list(temporary.iterdir())) == 2
+        process.send_signal(number)
+        pause.end()
+        _, err = process.communicate()
     assert process.returncode == 128 + number
     assert "Traceback" not in err
     assert [path.name for path in temporary.iterdir()] == ["mlx"]

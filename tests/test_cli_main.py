@@ -9,6 +9,7 @@ import sys
 
 import mlx.core as mx
 import pytest
+from helpers.paused import Pause, started
 from helpers.program import PROGRAM, run
 
 from mlx_kda.cli import main as program
@@ -49,6 +50,9 @@ def test_every_option_says_what_it_is():
                 assert re.search("checkpoint|model|converted", action.help), where
             if action.default not in (None, False, []) and action.nargs != 0:
                 assert "default" in action.help, where
+            if "default" in action.help:  # told in one way
+                assert re.search(r"\(default: [^()]*\)", action.help), where
+            assert not action.help.startswith("default"), where  # what it is, too
             assert not re.search(r"\bKb|\bkB|\bGiB|\bMiB|tok/s|tokens a second", action.help), where
 
 
@@ -140,29 +144,30 @@ def test_an_interrupt_is_one_line_and_status_130(monkeypatch, capsys):
     assert capsys.readouterr().err == "mlx-kda: interrupted\n"
 
 
-def test_interrupted_program(tiny_mlx):
+ANSWER = ["--prompt", "x", "--raw", "--ignore-eos", "--max-tokens", "400"]
+
+
+def test_interrupted_program(tiny_mlx, tmp_path):
     """SIGINT to the real program in the middle of an answer: what it said, one line, 130."""
-    argv = ["generate", str(tiny_mlx), "--prompt", "x", "--raw", "--ignore-eos"]
-    process = subprocess.Popen(
-        [*PROGRAM, *argv, "--max-tokens", "400"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    process.stdout.read(1)  # it has begun to answer
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    pause = Pause("answering:3", tmp_path / "pause")
+    with started([*pause.program, "generate", tiny_mlx, *ANSWER]) as process:
+        pause.reached(process)
+        process.send_signal(signal.SIGINT)
+        pause.end()
+        out, err = process.communicate()
+    assert process.returncode == 130 and out
     told = err.decode().replace(WAITING + "\n", "")  # a busy machine takes its time for a step
     assert told == "mlx-kda: interrupted\n"
 
 
-def test_a_closed_pipe_is_quiet(tiny_mlx):
-    argv = ["generate", str(tiny_mlx), "--prompt", "x", "--raw", "--ignore-eos"]
-    process = subprocess.Popen(
-        [*PROGRAM, *argv, "--max-tokens", "400"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    process.stdout.read(1)
-    process.stdout.close()
-    err = process.stderr.read()
-    assert process.wait(timeout=60) == 141 and err == b""
+def test_a_closed_pipe_is_quiet(tiny_mlx, tmp_path):
+    pause = Pause("answering:3", tmp_path / "pause")
+    with started([*pause.program, "generate", tiny_mlx, *ANSWER]) as process:
+        pause.reached(process)
+        process.stdout.close()
+        pause.end()
+        err = process.stderr.read()
+        assert process.wait() == 141 and err == b""
 
 
 def test_a_failure_of_the_program_has_no_traceback(tmp_path):

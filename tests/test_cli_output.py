@@ -8,6 +8,7 @@ import shutil
 import sys
 
 import pytest
+from helpers.paused import LIMIT
 from helpers.program import PROGRAM
 
 from mlx_kda.cli import output
@@ -196,7 +197,7 @@ def test_a_chat_sends_no_escapes_that_are_not_wanted(tiny_mlx, environment, unwa
         env={**os.environ, **environment},
         encoding="utf-8",
         codec_errors="replace",
-        timeout=300,
+        timeout=LIMIT,
         dimensions=(24, 40),
     )
     child.expect("Ctrl-D ends")

@@ -4,6 +4,7 @@ import os
 import signal
 
 import pytest
+from helpers.paused import LIMIT, Pause
 from helpers.program import PROGRAM
 
 import mlx_kda
@@ -14,28 +15,25 @@ pytest.importorskip("prompt_toolkit")
 
 STATUS = r"\[[^\]]*tokens/s \| context [\d,]+ of 512 \| cache [^\]]* prefilled\]"
 
-# More than the line typed is echoed with: the answer has begun.
-ANSWERING = r"(?s)hello.{150}"
-
 
 @pytest.fixture
 def chat(tiny_mlx, tmp_path):
     """Starts a chat in a pseudo-terminal of 120 columns; ended after the test."""
     started = []
 
-    def start(*argv, plain=False):
+    def start(*argv, plain=False, program=PROGRAM):
         folder = tmp_path / "hidden"
         if plain:  # a module of that name that cannot be imported
             (folder / "prompt_toolkit").mkdir(parents=True, exist_ok=True)
             (folder / "prompt_toolkit" / "__init__.py").write_text("raise ImportError\n")
         paths = [*([str(folder)] if plain else []), *filter(None, [os.environ.get("PYTHONPATH")])]
         child = pexpect.spawn(
-            PROGRAM[0],
-            [*PROGRAM[1:], "chat", str(tiny_mlx), *argv],
+            program[0],
+            [*program[1:], "chat", str(tiny_mlx), *argv],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TERM": "xterm"},
             encoding="utf-8",
             codec_errors="replace",
-            timeout=60,
+            timeout=LIMIT,
             dimensions=(40, 120),
         )
         started.append(child)
@@ -88,11 +86,13 @@ def test_a_session_at_a_terminal(chat, tiny_mlx, tmp_path, plain):
     assert end(child) == 0
 
 
-def test_ctrl_c_stops_an_answer(chat):
-    child = chat("--max-tokens", "450")
+def test_ctrl_c_stops_an_answer(chat, tmp_path):
+    pause = Pause("answering:9", tmp_path / "pause")
+    child = chat("--max-tokens", "450", program=pause.program)
     child.send("hello\r")
-    child.expect(ANSWERING)
+    pause.reached()
     child.sendintr()
+    pause.end()
     child.expect(r"\(stopped\)")
     child.expect(STATUS)
     child.send("/stats\r")
@@ -116,10 +116,12 @@ def test_a_signal_at_the_prompt_saves_the_session(chat, tiny_mlx, tmp_path, numb
 
 def test_a_signal_while_answering_saves_the_session(chat, tiny_mlx, tmp_path):
     file = tmp_path / "talk"
-    child = chat("--max-tokens", "450", "--session", str(file))
+    pause = Pause("answering:9", tmp_path / "pause")
+    child = chat("--max-tokens", "450", "--session", str(file), program=pause.program)
     child.send("hello\r")
-    child.expect(ANSWERING)
+    pause.reached()
     child.kill(signal.SIGTERM)
+    pause.end()
     child.expect(pexpect.EOF)
     child.close()
     assert child.exitstatus == 128 + signal.SIGTERM
@@ -183,7 +185,7 @@ def test_slow_16_bits_on_a_cpu_are_told_to_a_person(tiny_hf, tmp_path):
             [*PROGRAM[1:], "generate", str(tmp_path / dtype), *argv],
             encoding="utf-8",
             codec_errors="replace",
-            timeout=60,
+            timeout=LIMIT,
             dimensions=(40, 120),
         )
         child.expect(pexpect.EOF)

@@ -2,14 +2,12 @@
 
 import os
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
+from helpers.paused import Pause, started, wait_for
+from helpers.program import PROGRAM
 from helpers.tiny_checkpoint import write_checkpoint
 
-PROGRAM = [sys.executable, "-m", "mlx_kda.cli.main"]
 BOTH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 
 
@@ -18,17 +16,21 @@ def source(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("signals") / "source")
 
 
-def ended(command, number, begun, seconds=60.0, **options):
-    """Run a command, send it a signal once `begun()`, and wait; (exit status, what it said)."""
-    process = subprocess.Popen(
-        list(map(str, command)), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, **options
-    )
-    until = time.monotonic() + seconds
-    while not begun() and process.poll() is None and time.monotonic() < until:
-        time.sleep(0.01)
+def ended(process, number):
+    """Send a process a signal, and wait; (exit status, what it said)."""
     assert process.poll() is None, "it had ended before the signal"
     process.send_signal(number)
-    return process.wait(timeout=seconds), process.stderr.read().decode()
+    _, said = process.communicate()
+    return process.returncode, said.decode()
+
+
+def alive(group):
+    """Whether some process of a group is left."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 @BOTH
@@ -42,25 +44,16 @@ def test_a_benchmark_leaves_no_folder(source, tmp_path, number, kind):
         "quality": ["--text", text, "--recipes", ",".join(["source", "q4", "q8"] * 20)],
         "convert": ["--samples", "50"],
     }[kind]
-    status, said = ended(
-        [*PROGRAM, "bench", kind, source, *more],
-        number,
-        lambda: any(scratch.glob("*/*")),
-        env=os.environ | {"TMPDIR": str(scratch)},
-    )
+    environment = os.environ | {"TMPDIR": str(scratch)}
+    command = [*PROGRAM, "bench", kind, source, *more]
+    with started(command, env=environment, start_new_session=True) as process:
+        wait_for(lambda: any(scratch.glob("*/*")), "its folder", process)
+        status, said = ended(process, number)
     assert status == 128 + number
     assert "Traceback" not in said
-    time.sleep(0.2)  # a conversion that went on would write there again
+    # Nobody is left that would write there again.
+    wait_for(lambda: not alive(process.pid), "the end of all its processes")
     assert list(scratch.iterdir()) == []
-
-
-# A conversion that waits before each file, so that the signal finds it at work.
-SLOW = (
-    "import sys, time; from mlx_kda.convert import shards; from mlx_kda.cli.main import main; "
-    "real = shards.write_file; "
-    "shards.write_file = lambda *a, **k: (time.sleep({}), real(*a, **k))[1]; "
-    "sys.exit(main(sys.argv[1:]))"
-)
 
 
 @BOTH
@@ -68,15 +61,12 @@ SLOW = (
 def test_a_conversion_keeps_what_is_finished_and_nothing_else(source, tmp_path, number, finished):
     """Without a finished file the folder goes; with some they stay, and the line says so."""
     out, partial = tmp_path / "out", tmp_path / "out.partial"
-    pause = 0.5 if finished else 60
-    status, said = ended(
-        [
-            *(sys.executable, "-c", SLOW.format(pause), "convert", source, out),
-            *("--shard-size", "100000"),
-        ],
-        number,
-        lambda: len(list(partial.glob("*.done.json"))) >= finished and partial.is_dir(),
-    )
+    pause = Pause(f"writing:{finished}", tmp_path / "pause")
+    command = [*pause.program, "convert", source, out, "--shard-size", "100000"]
+    with started(command) as process:
+        pause.reached(process)
+        assert len(list(partial.glob("*.done.json"))) == finished and partial.is_dir()
+        status, said = ended(process, number)
     assert status == 128 + number and not out.exists()
     assert ("--resume" in said) == bool(finished)
     left = {path.name for path in partial.iterdir()} if partial.exists() else set()

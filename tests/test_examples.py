@@ -5,13 +5,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.paused import LIMIT
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
 def _run(name: str, *arguments: str) -> str:
     command = [sys.executable, str(EXAMPLES / name), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

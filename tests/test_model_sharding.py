@@ -7,6 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from helpers.paused import LIMIT
 from helpers.tiny import difference, tiny_model
 from tolerances import MODEL_SPLIT
 
@@ -27,7 +28,7 @@ def test_two_processes_give_the_logits_of_one(tmp_path, monkeypatch, kind, heads
         [*launch, sys.executable, str(SCRIPT), str(out), kind],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT,
     )
     assert out.exists(), done.stderr[-2000:]
     saved = mx.load(str(out))
