@@ -14,9 +14,10 @@ from typing import Any, BinaryIO
 
 from mlx_kda import locks
 from mlx_kda.errors import UserError
+from mlx_kda.files import sync_folder
 
 from .journal import Journal
-from .output import partial_of, sync_folder
+from .output import partial_of
 
 LOCK, OLD = ".lock", ".old"
 ATTEMPTS = 100

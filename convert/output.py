@@ -123,12 +123,3 @@ def copy_file(source: Path, target: Path) -> None:
     """Copy a file whole or not at all."""
     with new_file(target) as temporary:
         shutil.copyfile(source, temporary)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the renames in a folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,12 +1,17 @@
 """Files that are whole or not there, and the folder for what can be made again."""
 
 import contextlib
+import fcntl
 import glob
 import os
 import platform
+import re
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from mlx_kda import locks
 
 
 def cache_dir() -> Path:
@@ -23,6 +28,7 @@ def cache_dir() -> Path:
 
 # Temporary files of this process, for an end that leaves no time to unwind.
 _unfinished: set[Path] = set()
+_OWNER = re.compile(r"([0-9]+)(\.[0-9a-f]+)?\.tmp")
 STALE = 60  # seconds without a write after which a dead process's file counts as left behind
 
 
@@ -30,20 +36,46 @@ STALE = 60  # seconds without a write after which a dead process's file counts a
 def new_file(path: Path) -> Iterator[Path]:
     """A temporary path beside ``path``, synced and renamed to it if the block succeeds.
 
-    The name is the process's own, so that two writers do not meet in it. What a killed process
-    left behind for the same ``path`` is removed.
+    Of a link it is the place that the link leads to. No two writers meet in one temporary file, in
+    other threads and on other machines neither: the last to end has its file whole under the name.
+    What a killed process left behind for the same ``path`` is removed.
     """
+    if path.is_symlink():
+        path = path.resolve()
     _sweep(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    _unfinished.add(temporary)
-    try:
-        yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-        _unfinished.discard(temporary)
+    name = f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp"
+    temporary = path.with_name(name)
+    with temporary.open("xb") as held:
+        _unfinished.add(temporary)
+        try:
+            locks.try_lock(held)  # it is somebody's, who runs: see _sweep
+            with contextlib.suppress(OSError):  # a file that was made private stays so
+                os.fchmod(held.fileno(), stat.S_IMODE(path.stat().st_mode))
+            yield temporary
+            sync(held.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+            _unfinished.discard(temporary)
+
+
+def sync(file: int) -> None:
+    """Write what the system holds of an open file to the disk."""
+    if hasattr(fcntl, "F_FULLFSYNC"):  # a Mac's fsync leaves it in the memory of the disk
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(file, fcntl.F_FULLFSYNC)
+            return
+    os.fsync(file)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the new names in a folder last through a power cut, where the system allows it."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            sync(handle)
+        finally:
+            os.close(handle)
 
 
 def discard_unfinished() -> None:
@@ -54,13 +86,20 @@ def discard_unfinished() -> None:
 
 
 def _sweep(path: Path) -> None:
-    """Remove temporary files of ``path`` whose process is gone."""
+    """Remove temporary files of ``path`` that nobody writes: no lock, no process, no change."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        number = left.name.removeprefix(f".{path.name}.").removesuffix(".tmp")
+        found = _OWNER.fullmatch(left.name.removeprefix(f".{path.name}."))
         with contextlib.suppress(OSError):
-            old = time.time() - left.stat().st_mtime > STALE
-            if number.isdecimal() and old and not _runs(int(number)):
+            # By its distance: a clock that was put back leaves files of a time to come.
+            old = abs(time.time() - left.stat().st_mtime) > STALE
+            if found and old and not _runs(int(found[1])) and _is_free(left):
                 left.unlink()
+
+
+def _is_free(path: Path) -> bool:
+    """Whether no process, in another container neither, holds the file."""
+    with path.open("rb") as file:
+        return locks.try_lock(file)
 
 
 def _runs(process: int) -> bool:

@@ -10,7 +10,6 @@ Version 1 had no checksum, and the ids as JSON in the metadata; it is still read
 """
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import mlx.nn as nn
 from ..convert.tensor_files import Spec, read_header
 from ..convert.writing import write_file
 from ..errors import CheckpointError, UserError
-from ..files import new_file
+from ..files import new_file, sync_folder
 from . import checksum
 from .checkpoints import NEWEST_KEPT, Checkpoint
 from .fingerprint import fingerprint
@@ -98,7 +97,7 @@ def save(path: str | Path, context: Any, session: dict[str, Any], ids: list[int]
         with new_file(path) as temporary:
             write_file(temporary, specs, data, metadata=metadata, waiting=WAITING, digest=crc)
             checksum.seal(temporary, crc)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         before = "; the file of before is untouched" if path.is_file() else ""
         raise UserError(f"cannot save {path}: {error.strerror}{before}") from error
@@ -282,17 +281,3 @@ def _as_mark(entry: Any, arrays: list[mx.array], offset: int) -> Any:
     if isinstance(entry.store, Ring):
         return (offset, tuple(arrays) or None)
     return offset
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the new name last through a power cut, where the system allows it."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(handle)
-    except OSError:
-        pass
-    finally:
-        os.close(handle)

@@ -1,0 +1,154 @@
+"""Files that are whole or not there: several writers, links, what killed writers leave."""
+
+import os
+import stat
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from mlx_kda import files, locks
+
+
+@pytest.fixture
+def gone():
+    """The number of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_two_writers_of_one_process_do_not_meet(tmp_path):
+    """Both have begun before either writes. They used to share a temporary file."""
+    both, errors = threading.Barrier(2), []
+
+    def write(letter):
+        try:
+            with files.new_file(tmp_path / "s") as temporary:
+                both.wait()
+                with temporary.open("w") as file:
+                    for _ in range(50):
+                        file.write(letter * 1000)
+                        file.flush()
+                both.wait()
+        except OSError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(letter,)) for letter in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert (tmp_path / "s").read_text() in ("a" * 50_000, "b" * 50_000)
+    assert os.listdir(tmp_path) == ["s"]
+
+
+@pytest.mark.parametrize("dangling", [False, True])
+def test_a_link_stays_a_link(tmp_path, dangling):
+    """What it leads to is written, on the disk where that is. The link used to be replaced."""
+    (tmp_path / "disk").mkdir()
+    place = tmp_path / "disk" / "s"
+    if not dangling:
+        place.write_text("old")
+    (tmp_path / "s").symlink_to(place)
+    files.write_text(tmp_path / "s", "new")
+    assert (tmp_path / "s").is_symlink() and place.read_text() == "new"
+    assert os.listdir(place.parent) == ["s"]
+
+
+def test_a_private_file_stays_private(tmp_path):
+    path = tmp_path / "s"
+    files.write_text(path, "one")
+    mask = os.umask(0)
+    os.umask(mask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
+    path.chmod(0o600)
+    files.write_text(path, "two")
+    assert path.read_text() == "two" and stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_block_that_fails_leaves_the_old_file_alone(tmp_path):
+    files.write_text(tmp_path / "s", "old")
+    with pytest.raises(ZeroDivisionError), files.new_file(tmp_path / "s") as temporary:
+        temporary.write_text("new")
+        raise ZeroDivisionError
+    assert (tmp_path / "s").read_text() == "old" and os.listdir(tmp_path) == ["s"]
+
+
+@pytest.mark.parametrize("ago", [100, -100])
+def test_what_a_killed_writer_left_is_removed(tmp_path, gone, ago):
+    """Whichever way the clock was put since."""
+    left = tmp_path / f".s.{gone}.0badcafe.tmp"
+    left.write_text("x")
+    os.utime(left, (time.time() - ago,) * 2)
+    files.write_text(tmp_path / "s", "whole")
+    assert os.listdir(tmp_path) == ["s"]
+
+
+def test_what_another_container_writes_is_left_alone(tmp_path, gone):
+    """Its process has a number that nobody has here, its disk is slow; but it holds the file."""
+    theirs = tmp_path / f".s.{gone}.0badcafe.tmp"
+    with theirs.open("xb") as held:
+        assert locks.try_lock(held)
+        os.utime(theirs, (1, 1))
+        files.write_text(tmp_path / "s", "whole")
+        assert theirs.exists()
+    files.write_text(tmp_path / "s", "whole")
+    assert not theirs.exists()
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_a_mac_s_disk_is_asked_to_write_what_it_holds(tmp_path, monkeypatch, supported):
+    """fsync there hands the data to the disk only; where the stronger call fails, it must do."""
+    asked = []
+
+    def fcntl(file, how):
+        asked.append(how)
+        if not supported:
+            raise OSError(locks.errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(files.fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(files.fcntl, "fcntl", fcntl)
+    monkeypatch.setattr(files.os, "fsync", lambda file: asked.append("fsync"))
+    files.write_text(tmp_path / "s", "x")
+    assert asked == ([51] if supported else [51, "fsync"])
+
+
+def test_a_lock_is_one_process_s_and_falls_with_it(tmp_path):
+    path = tmp_path / "lock"
+    held = locks.acquire(path)
+    assert held is not None and locks.acquire(path) is None
+    locks.release(path, held)
+    assert not path.exists()
+    script = (
+        "import pathlib, sys, time; from mlx_kda import locks\n"
+        "held = locks.acquire(pathlib.Path(sys.argv[1]))\n"
+        "print('held', flush=True); time.sleep(300)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout.readline() == b"held\n"
+        assert locks.acquire(path) is None
+        process.kill()
+    again = locks.acquire(path)
+    assert again is not None
+    locks.release(path, again)
+
+
+def test_a_lock_file_that_is_removed_while_it_is_taken(tmp_path, monkeypatch):
+    """The one before lets go between the opening and the lock: the file held is the one there."""
+    path, real = tmp_path / "lock", locks.try_lock
+
+    def try_lock(handle):
+        monkeypatch.setattr(locks, "try_lock", real)
+        path.unlink()
+        return real(handle)
+
+    monkeypatch.setattr(locks, "try_lock", try_lock)
+    held = locks.acquire(path)
+    assert locks.is_at(path, held) and locks.acquire(path) is None
+    locks.release(path, held)
