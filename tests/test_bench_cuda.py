@@ -55,20 +55,22 @@ def test_a_wrong_result_and_a_refusal_are_told():
 
 
 def test_tables_have_times_ratios_errors_and_refusals():
-    base = {"row": "random", "H": 32, "dtype": "bfloat16", "steady": True}
+    base = {"row": "random", "H": 32, "dtype": "bfloat16", "spread": 0.01}
     rows = [
         {**base, "T": 512, "candidate": "ours, kda_chunk exact", "ms": 2.0},
         {**base, "T": 2048, "candidate": "ours, kda_chunk exact", "ms": 4.0,
          "error": 1e-7, "state_error": 2e-7},
-        {**base, "T": 2048, "candidate": "mlx-lm, vector kernel", "ms": 12.0, "steady": False,
+        {**base, "T": 2048, "candidate": "mlx-lm, vector kernel", "ms": 12.0,
          "error": 3e-7, "state_error": 4e-7},
+        {**base, "T": 512, "candidate": "mlx-lm, vector kernel", "ms": 9.0, "spread": 0.4},
         {**base, "T": 2048, "candidate": "FlashKDA", "failed": "wrong PyTorch"},
     ]  # fmt: skip
     text = cuda_tables.markdown(rows)
     assert "| ours, kda_chunk exact | bfloat16 | 2 | 4 |" in text
     assert "| ours, kda_chunk exact | mlx-lm, vector kernel | bfloat16 |  | 3 |" in text
+    assert "| mlx-lm, vector kernel | bfloat16 | ~9 | 12 |" in text  # unsteady, so in no ratio
     assert "| mlx-lm, vector kernel | bfloat16 | 3.0e-07 / 4.0e-07 |" in text
-    assert "FlashKDA could not run: wrong PyTorch" in text and "1 of 4 times spread" in text
+    assert "FlashKDA could not run: wrong PyTorch" in text and "1 of 5 rows spread" in text
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,13 @@ from mlx_kda.bench import (
     conversion,
     profile,
     profile_tables,
-    report,
-    results,
     shapes,
     steps,
 )
 from mlx_kda.bench import model as bench_model
 from mlx_kda.bench.subject import Subject
 from mlx_kda.errors import UserError
+from mlx_kda.layers import blas_layout
 from mlx_kda.models.config import DENSE, MLA, MOE, KimiLinearConfig
 from mlx_kda.plan import Memory
 
@@ -94,23 +93,14 @@ def test_a_page_shows_prefill_beside_decode_and_names_the_largest_parts():
         "| head | 2 | 25.0% | 4 | 6 | 75.0% |  |",
     ]
     told = profile_tables.largest(rows)
-    assert "prefill goes to router (62%) and head (25%)" in told
-    assert "from 9 to 5 ms and 4 to 2 ms" in told
-    assert told.endswith("Most of a decode step goes to head (75%) and router (25%).")
+    assert "The largest parts of a prefill: router (62%) and head (25%)" in told
+    assert "took router from 9 to 5 ms and head from 4 to 2 ms." in told
+    assert told.endswith("The largest parts of a decode step: head (75%) and router (25%).")
+    slower = [{**r, "as stored ms": 1.0} for r in rows if r["phase"] == "prefill"]
+    assert "layout" not in profile_tables.largest(slower + rows[3:])
 
 
-def test_a_page_takes_the_profile_of_another_machine(tmp_path, profile_rows):
-    about = {"chip": "H200", "device": "CUDA GPU", "cores": 16, "command": "mlx-kda bench profile"}
-    results.save(tmp_path, "profile", about, profile_rows)
-    page = report._recorded_profile(report._read([tmp_path / "profile.json"])["profile"][0])
-    assert page.startswith("## Where the time goes: `mlx-kda bench profile`, CUDA GPU\n\nH200.")
-    assert "| KDA recurrence |" in page and "A prefill of 20 tokens" in page
-    results.save(tmp_path, "op", about, profile_rows)
-    with pytest.raises(UserError, match="bench op: only those of cuda, model, profile are added"):
-        report._read([tmp_path / "op.json"])
-
-
-def test_a_candidate_too_slow_for_the_next_context_is_left_out(monkeypatch, tmp_path):
+def test_a_candidate_too_slow_for_the_next_context_is_left_out(monkeypatch):
     rows = {"fast": 100.0, "slow": 10.0}
 
     def both(models, prompt, *_):
@@ -124,13 +114,6 @@ def test_a_candidate_too_slow_for_the_next_context_is_left_out(monkeypatch, tmp_
     told = [(r["context"], r["candidate"]) for r in found if r["phase"] == "prefill"]
     assert told == [(10, "fast"), (10, "slow"), (40, "fast"), (40, "slow"), (41, "fast")]
 
-    about = {"chip": "H200", "device": "CUDA GPU", "system": "Linux", "date": "today"}
-    about |= {"cores": 16, "command": "mlx-kda bench model"}
-    results.save(tmp_path, "model", about, found)
-    page = report._recorded_model(report._read([tmp_path / "model.json"])["model"][0])
-    assert page.startswith("### On another machine, CUDA GPU: `mlx-kda bench model`")
-    assert "| 41 | prefill | fast |" in page and "| 41 | prefill | slow |" not in page
-
 
 @pytest.mark.parametrize("q_bits", [None, 4])
 def test_models_of_one_shape_are_run_side_by_side(monkeypatch, q_bits):
@@ -139,8 +122,7 @@ def test_models_of_one_shape_are_run_side_by_side(monkeypatch, q_bits):
     subject = Subject(shape="48b", **options)
     found = list(bench_model.of(subject, contexts=[8], samples=3, budget=1))
     assert [r["candidate"] for r in found] == ["ours", "mlx-lm"] * 2
-    launches = {r["candidate"]: r["launches"] for r in found if r["phase"] == "decode"}
-    assert launches["ours"] < launches["mlx-lm"]
+    assert all(r["launches"] > 0 for r in found if r["phase"] == "decode")
 
 
 def test_what_memory_does_not_hold_twice_is_measured_by_one_and_then_the_other(monkeypatch):
@@ -155,16 +137,18 @@ def test_what_memory_does_not_hold_twice_is_measured_by_one_and_then_the_other(m
 
     monkeypatch.setattr(bench_model, "run", run)
     weights = bench_model._weights(subject.ours())
-    for factor, seen, apart in (
-        (3, [["mlx-lm", "ours"]], False),
-        (1.5, [["ours"], ["mlx-lm"]], True),
+    for factor, seen, told in (
+        (3, [["mlx-lm", "ours"]], ["ours"]),
+        (1.5, [["ours"], ["mlx-lm"]], ["ours (alone)", "mlx-lm (alone)"]),
     ):
         alive.clear()
         usable = Memory(10**12, int(factor * weights), "a test")
         monkeypatch.setattr(bench_model, "machine", lambda usable=usable: usable)
-        rows = list(bench_model.of(subject))
-        assert alive == seen and [row.get("apart", False) for row in rows] == [apart] * len(seen)
+        assert [row["candidate"] for row in bench_model.of(subject)] == told and alive == seen
     alive.clear()
+    monkeypatch.undo()
+    monkeypatch.setitem(shapes.SHAPES, "48b", steps.CONFIG)
+    monkeypatch.setattr(bench_model, "run", run)
     assert len(list(bench_model.of(subject, ["mlx-lm"]))) == 1 and alive == [["mlx-lm"]]
 
 
@@ -186,6 +170,18 @@ def test_settings_of_command_buffers_take_turns(monkeypatch):
     ]
     assert not rows[0]["steady"]
 
+    turns.clear()
+    monkeypatch.setattr(buffers, "_measured", lambda *a: stop() if len(turns) > 3 else measured(*a))
+
+    def stop():
+        raise KeyboardInterrupt
+
+    told = []  # what was measured until it was stopped
+    with pytest.raises(KeyboardInterrupt):
+        for row in buffers.run([], rounds=3):
+            told.append(row["samples"])
+    assert told == [2, 2, 1, 1, 1, 1]
+
 
 def test_command_buffers_are_those_of_a_process_of_its_own(monkeypatch, tmp_path):
     monkeypatch.setenv(buffers.OPS, "7")
@@ -198,6 +194,36 @@ def test_command_buffers_are_those_of_a_process_of_its_own(monkeypatch, tmp_path
     assert [(r["candidate"], r["phase"]) for r in rows] == [("ours", "prefill"), ("ours", "decode")]
     with pytest.raises(UserError, match="bench model ended with status 2: mlx-kda: "):
         buffers._measured([str(tmp_path / "nowhere")], {})
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"folder": "m", "shape": "48b"}, "one of the two"),
+        ({"folder": "m", "layers": 4}, "--layers belongs to --shape"),
+        ({"folder": "m", "q_bits": 4}, "--q-bits belongs to --shape"),
+        ({"folder": "m", "dtype": "float32"}, "--dtype belongs to --shape"),
+        ({"shape": "48b", "layers": 28}, "48b has 27"),
+        ({"shape": "48b", "layers": 3, "dtype": "float32"}, "--layers 4 or more"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_it_is_made(options, told):
+    with pytest.raises(UserError, match=told):
+        Subject(**options).prepare(stock=True)
+
+
+def test_16_bit_experts_are_refused_where_mlx_lm_cannot_run_them(tmp_path):
+    """They ended in a RuntimeError of MLX after both models had been built."""
+    assert mx.default_device() == mx.cpu
+    with pytest.raises(UserError, match="cannot run 16-bit experts on a CPU"):
+        Subject(shape="48b").prepare(stock=True)
+    Subject(shape="48b").prepare()
+    Subject(shape="48b", q_bits=4).prepare(stock=True)
+    config = tiny_config()
+    weights = {name: w.astype(mx.bfloat16) for name, w in tiny_weights(config).items()}
+    folder = write_model(tmp_path / "m", config, weights)
+    with pytest.raises(UserError, match="cannot run 16-bit experts on a CPU"):
+        Subject(folder).stock()
 
 
 def test_the_peak_of_a_conversion_is_not_that_of_who_measures_it():
@@ -219,7 +245,8 @@ def test_every_model_prefills_to_the_same_logits_and_ours_asks_for_fewer_launche
     monkeypatch.setattr(bench_model, "run", lambda given, **_: models.update(given) or [])
     list(bench_model.of(subject))
     monkeypatch.undo()
-    assert list(models) == ["ours", "mlx-lm", "mlx-lm, our layout of weights"]
+    layouts = ["mlx-lm, our layout of weights"] if blas_layout.applies() else []
+    assert list(models) == ["ours", "mlx-lm", *layouts]
     prompt = tokens(24)
     want = models["ours"](prompt)[:, -1]
     for each in models.values():
@@ -231,6 +258,6 @@ def test_every_model_prefills_to_the_same_logits_and_ours_asks_for_fewer_launche
     ]
     launches = {r["candidate"]: r["launches"] for r in rows if r["phase"] == "decode"}
     assert launches["ours"] < 0.8 * launches["mlx-lm"]
-    assert launches["mlx-lm"] == launches["mlx-lm, our layout of weights"]
+    assert all(launches["mlx-lm"] == launches[name] for name in layouts)
     weights = sum(w.nbytes for _, w in tree_flatten(models["ours"].parameters())) / 1e6
     assert all(weights < r["peak_mb"] < 2 * weights + 10 for r in rows)

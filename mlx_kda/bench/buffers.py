@@ -39,10 +39,20 @@ def run(arguments: Sequence[str], rounds: int = 3) -> Iterator[dict[str, Any]]:
         UserError: with the last line of a process that failed.
     """
     taken: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for _ in range(rounds):
-        for name, setting in SETTINGS.items():
-            for row in _measured(arguments, setting):
-                taken.setdefault((name, row["phase"]), []).append(row)
+    try:
+        for _ in range(rounds):
+            for name, setting in SETTINGS.items():
+                for row in _measured(arguments, setting):
+                    taken.setdefault((name, row["phase"]), []).append(row)
+    except GeneratorExit:
+        raise
+    except BaseException:  # stopped, or failed: what was measured is told first
+        yield from _rows(taken)
+        raise
+    yield from _rows(taken)
+
+
+def _rows(taken: dict[tuple[str, str], list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
     for (name, phase), rows in taken.items():
         times = [row["ms"] for row in rows]
         noise = spread(times) if len(times) > 1 else rows[0]["spread"]

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from . import results
+from .timing import STEADY
 
 Row = dict[str, Any]
 _OURS = ("ours, kda_chunk exact", "ours, kda_chunk half", "ours, kda_recurrent", "ours, operations")
@@ -29,7 +30,11 @@ def markdown(rows: list[Row]) -> str:
 
 
 def _times(rows: list[Row]) -> str:
-    return _pivot(rows, "T", lambda r: results.show(r["ms"]))
+    return _pivot(rows, "T", lambda r: ("" if _steady(r) else "~") + results.show(r["ms"]))
+
+
+def _steady(row: Row) -> bool:
+    return row.get("spread", 0) <= STEADY
 
 
 def _errors(rows: list[Row]) -> str:
@@ -49,8 +54,9 @@ def _pivot(rows: list[Row], across: str, cell) -> str:
 
 
 def _ratios(rows: list[Row]) -> str:
-    """Peer's time over ours, for every path of ours, peer and length that both were timed on."""
-    ms = {(r["candidate"], r["dtype"], r["H"], r["T"]): r["ms"] for r in rows}
+    """Peer's time over ours, for every path of ours, peer and length that both were steady on."""
+    steady = [r for r in rows if _steady(r)]
+    ms = {(r["candidate"], r["dtype"], r["H"], r["T"]): r["ms"] for r in steady}
     columns = {(r["H"], r["T"]): f"H {r['H']}, T {r['T']:,}" for r in rows}
     lines = []
     for dtype in _values(rows, "dtype"):
@@ -70,9 +76,8 @@ def _remarks(rows: list[Row]) -> list[str]:
     parts = []
     failed = dict.fromkeys((r["candidate"], r["failed"]) for r in rows if "failed" in r)
     parts += [f"{name} could not run: {why}" for name, why in failed]
-    noisy = sum(r.get("steady") is False for r in rows)
-    if noisy:
-        parts.append(f"{noisy} of {len(rows)} times spread over more than 5 % of their median.")
+    if noise := results.noise(rows):
+        parts.append(f"{noise}: marked ~, and in no ratio.")
     return parts
 
 

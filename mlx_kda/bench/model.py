@@ -28,27 +28,34 @@ def of(
 ) -> Iterator[dict[str, Any]]:
     """`run` for our model of a subject and mlx-lm's, or one of them alone.
 
-    Where memory does not hold both, one is measured after the other, and their rows say "apart".
+    Where memory does not hold both, each is measured by itself, and its rows say "(alone)".
     Where our loader lays a folder's weights out for the CPU's BLAS, mlx-lm's model with the same
     layout is a candidate of its own. Raises UserError as `Subject` does.
     """
-    subject.check(stock="mlx-lm" in candidates)
+    subject.prepare(stock="mlx-lm" in candidates)
     makers = {"ours": subject.ours, "mlx-lm": subject.stock}
     first, *rest = (name for name in makers if name in candidates)
     models = {first: makers[first]()}
-    if rest and 2 * _weights(models[first]) > machine().usable:
-        yield from ({**row, "apart": True} for row in run(models, **options))
-        del models
-        mx.clear_cache()
-        models = {name: makers[name]() for name in rest}
-        yield from ({**row, "apart": True} for row in run(models, **options))
+    layout = subject.folder is not None and blas_layout.applies() and "ours" in models
+    third = bool(rest) and layout and models["ours"].model.dtype == mx.float32
+    if (1 + len(rest) + third) * _weights(models[first]) > machine().usable:
+        yield from _alone(models, options)
+        for name in rest:
+            models.clear()
+            mx.clear_cache()
+            models[name] = makers[name]()
+            yield from _alone(models, options)
         return
     models |= {name: makers[name]() for name in rest}
-    layout = subject.folder is not None and blas_layout.applies()
-    if rest and layout and models["ours"].model.dtype == mx.float32:
+    if third:
         models["mlx-lm, our layout of weights"] = subject.stock()
         blas_layout.lay_out(models["mlx-lm, our layout of weights"])
     yield from run(models, **options)
+
+
+def _alone(models: dict[str, nn.Module], options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for row in run(models, **options):
+        yield {**row, "candidate": f"{row['candidate']} (alone)"}
 
 
 def run(
@@ -61,8 +68,8 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """One row for each (context, phase, candidate), as they come.
 
-    A candidate is left out once a prefill would take it twice the ``budget``, by its speed at the
-    context before. Peak memory is that of a candidate's weights and what it allocates.
+    A candidate is left out where a single prefill would take it twice the ``budget``, by its speed
+    at the context before. Peak memory is that of a candidate's weights and what it allocates.
     """
     vocab = next(iter(models.values())).args.vocab_size
     for i, context in enumerate(contexts):
@@ -87,7 +94,7 @@ def _both_phases(
         chains, peaks = {}, {}
         for name, model in models.items():
             chains[name], peaks[name] = _started(chain, model, prompt)
-        timings = interleave(chains, samples=samples, calls=decode, budget=budget)
+        timings = interleave(chains, samples=samples, calls=decode, budget=budget, warm=True)
         for name, timing in timings.items():
             row = {
                 "candidate": name,

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..files import new_file
 
 # benchmark -> (across, up, what makes a panel, label of the vertical axis)
 _AXES = {
@@ -31,11 +32,15 @@ def draw(document: dict[str, Any], out: Path) -> list[Path]:
     panels: dict[tuple, dict[str, list[tuple[float, float]]]] = defaultdict(
         lambda: defaultdict(list)
     )
-    for row in document["rows"]:
-        panel = tuple(row[key] for key in panel_keys)
-        panels[panel][row["candidate"]].append((row[across], row[up]))
-    if not panels:
-        raise UserError("the results hold no rows to plot")
+    try:
+        for row in document["rows"]:
+            panel = tuple(row[key] for key in panel_keys)
+            panels[panel][row["candidate"]].append((float(row[across]), float(row[up])))
+        title = ", ".join(document["machine"][key] for key in ("chip", "device", "date"))
+    except (KeyError, TypeError, ValueError) as e:
+        raise UserError(f"the results lack what bench {name} saves: {e!r}") from e
+    if not document.get("complete", True):
+        title += ": stopped before its end"
 
     figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
@@ -47,12 +52,12 @@ def draw(document: dict[str, Any], out: Path) -> list[Path]:
         axis.set_title(", ".join(f"{k} {v}" for k, v in zip(panel_keys, panel, strict=True)))
         axis.grid(alpha=0.3)
         axis.legend()
-    machine = document["machine"]
-    figure.suptitle(f"{machine['chip']} ({machine['device']}), {machine['date']}", fontsize=9)
-    paths = [out.with_suffix(".svg"), out.with_suffix(".png")]
+    figure.suptitle(title, fontsize=9)
+    paths = [out.with_name(out.name + suffix) for suffix in (".svg", ".png")]
     try:
         for path in paths:
-            figure.savefig(path)
+            with new_file(path) as temporary:
+                figure.savefig(temporary, format=path.suffix[1:])
     except OSError as e:
         raise UserError(f"cannot write {out}: {e.strerror}") from e
     return paths

@@ -147,7 +147,7 @@ def of(subject: Subject, **options: Any) -> Iterator[dict[str, Any]]:
     Where weights are laid out for the CPU's BLAS, a folder's model is also run with its weights as
     they are stored. Raises UserError as `Subject` does.
     """
-    subject.check()
+    subject.prepare()
     models = {"": subject.ours()}
     if subject.folder is not None and blas_layout.applies():
         with blas_layout.as_stored():
@@ -172,7 +172,7 @@ def run(
         samples, budget: samples, and the seconds that all of one phase may take.
 
     Yields:
-        One row a part with its milliseconds (median over the samples) and its share of the sum;
+        One row a part with its milliseconds and its share of the sum (medians over the samples);
         then the sum, the step as it runs, and their difference.
     """
     size = models[""].args.vocab_size
@@ -236,7 +236,8 @@ def _rows(
         """Medians of every model, in milliseconds, and the spread of the first one."""
         values = {name: [of(*s) / count * 1e3 for s in samples] for name, samples in taken.items()}
         shown = {f"{name} ms".strip(): statistics.median(v) for name, v in values.items()}
-        return {**shown, "spread": spread(values[""]), "samples": len(values[""])}
+        noise = spread(values[""])
+        return {**shown, "spread": noise, "steady": noise <= STEADY, "samples": len(values[""])}
 
     first = taken[""][0][0]
     total = column(lambda clock, _: clock.seconds.total())
@@ -244,9 +245,10 @@ def _rows(
     for part in PARTS:
         if part in first.seconds:
             row = column(lambda clock, _, part=part: clock.seconds[part])
-            yield {**about, "part": part, "share": row["ms"] / total["ms"], **row}
+            shares = [clock.seconds[part] / clock.seconds.total() for clock, _ in taken[""]]
+            yield {**about, "part": part, "share": statistics.median(shares), **row}
     whole = column(lambda _, seconds: seconds)
-    yield {**about, "part": SUM, "share": 1.0, **total, "steady": total["spread"] <= STEADY}
-    yield {**about, "part": WHOLE, **whole, "steady": whole["spread"] <= STEADY}
+    yield {**about, "part": SUM, "share": 1.0, **total}
+    yield {**about, "part": WHOLE, **whole}
     names = [key for key in total if key == "ms" or key.endswith(" ms")]
     yield {**about, "part": FORCING, **{key: total[key] - whole[key] for key in names}}

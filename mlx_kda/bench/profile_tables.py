@@ -41,8 +41,11 @@ def _sentence(phase: str, rows: list[Row]) -> str:
     parts = [row for row in rows if row["phase"] == phase and row["part"] in PARTS]
     first = sorted(parts, key=lambda row: -row["ms"])[:2]
     told = " and ".join(f"{row['part']} ({row['share']:.0%})" for row in first)
-    sentence = f"Most of a {'prefill' if phase == 'prefill' else 'decode step'} goes to {told}"
-    if all(_STORED in row for row in first):
-        before = " and ".join(f"{show(row[_STORED])} to {show(row['ms'])} ms" for row in first)
-        sentence += f"; the layout of weights took them from {before}"
+    sentence = f"The largest parts of a {'decode step' if phase == 'decode' else phase}: {told}"
+    gains = [row for row in first if _STORED in row and row["ms"] < row[_STORED]]
+    if gains:
+        before = " and ".join(
+            f"{row['part']} from {show(row[_STORED])} to {show(row['ms'])} ms" for row in gains
+        )
+        sentence += f"; the layout of weights took {before}"
     return sentence + "."

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from ..errors import UserError
 from ..files import write_text
+from .timing import STEADY
 
 Row = dict[str, Any]
 
@@ -33,7 +35,7 @@ class Saving:
         describe: what `machine.describe` says, asked for at the first row.
 
     Raises:
-        UserError: the folder cannot be written.
+        UserError: the folder cannot be written, or holds the rows of a run that was stopped.
     """
 
     def __init__(self, folder: Path, name: str, describe: Callable[[], Row]):
@@ -41,6 +43,10 @@ class Saving:
         self.path = folder / f"{name}.partial.json"
         self._describe = cache(describe)
         _make(folder)
+        if not os.access(folder, os.W_OK):
+            raise UserError(f"the folder {folder} cannot be written")
+        if self.path.exists():
+            raise UserError(f"{self.path} holds the rows of a run that was stopped: move it first")
 
     def add(self, row: Row) -> None:
         """Keep one more row."""
@@ -76,11 +82,22 @@ def load(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_text())
     except OSError as e:
         raise UserError(f"cannot read {path}: {e.strerror}") from e
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise UserError(f"{path} is not a benchmark's JSON: {e}") from e
-    if not isinstance(document, dict) or not {"benchmark", "machine", "rows"} <= document.keys():
-        raise UserError(f"{path} is not a benchmark's JSON: benchmark, machine or rows is missing")
+    for key, kind in (("benchmark", str), ("machine", dict), ("rows", list)):
+        if not isinstance(document, dict) or not isinstance(document.get(key), kind):
+            raise UserError(
+                f"{path} is not a benchmark's JSON: {key} is missing or no {kind.__name__}"
+            )
+    if not document["rows"] or not all(isinstance(row, dict) for row in document["rows"]):
+        raise UserError(f"{path} holds no rows of a benchmark")
     return document
+
+
+def noise(rows: Sequence[Row]) -> str:
+    """How many rows spread over more than they may, in words; "" for none."""
+    noisy = sum(row.get("spread") is not None and row["spread"] > STEADY for row in rows)
+    return f"{noisy} of {len(rows)} rows spread over more than 5 % of their median" if noisy else ""
 
 
 def markdown(rows: Sequence[Row], columns: dict[str, str]) -> str:

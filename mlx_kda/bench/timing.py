@@ -29,6 +29,7 @@ def interleave(
     samples: int = 7,
     calls: int = 20,
     budget: float = 20.0,
+    warm: bool = False,
 ) -> dict[str, Timing]:
     """Time every candidate in turns.
 
@@ -37,14 +38,16 @@ def interleave(
         samples: turns each.
         calls: chained calls a sample; fewer where the slowest candidate would take longer than
             its share of the budget, and the result says how many.
-        budget: seconds that one candidate may take in all.
+        budget: seconds that one candidate may take in all, but for three samples.
+        warm: they have been called before.
 
     Returns:
         name -> Timing of one call.
     """
     once = {}
     for name, run in candidates.items():
-        run(1)  # warm: compilation, allocation
+        if not warm:
+            run(1)  # compilation, allocation
         start = time.perf_counter()
         run(1)
         once[name] = time.perf_counter() - start

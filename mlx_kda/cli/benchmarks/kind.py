@@ -41,7 +41,7 @@ def timed(parser: argparse.ArgumentParser) -> None:
         type=parsing.number(float, 0.1, LONGEST),
         default=20.0,
         metavar="S",
-        help="seconds a candidate and size may take (default: 20)",
+        help="seconds a candidate and size may take, but for three samples (default: 20)",
     )
 
 
