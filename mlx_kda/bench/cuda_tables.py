@@ -54,9 +54,8 @@ def _pivot(rows: list[Row], across: str, cell) -> str:
 
 
 def _ratios(rows: list[Row]) -> str:
-    """Peer's time over ours, for every path of ours, peer and length that both were steady on."""
-    steady = [r for r in rows if _steady(r)]
-    ms = {(r["candidate"], r["dtype"], r["H"], r["T"]): r["ms"] for r in steady}
+    """Peer's time over ours, for every path of ours, peer and length that both were timed on."""
+    timed = {(r["candidate"], r["dtype"], r["H"], r["T"]): r for r in rows}
     columns = {(r["H"], r["T"]): f"H {r['H']}, T {r['T']:,}" for r in rows}
     lines = []
     for dtype in _values(rows, "dtype"):
@@ -64,9 +63,10 @@ def _ratios(rows: list[Row]) -> str:
             for peer in _PEERS:
                 line: Row = {"ours": ours, "peer": peer, "dtype": dtype}
                 for H, T in columns:
-                    pair = ms.get((ours, dtype, H, T)), ms.get((peer, dtype, H, T))
+                    pair = timed.get((ours, dtype, H, T)), timed.get((peer, dtype, H, T))
                     if None not in pair:
-                        line[(H, T)] = pair[1] / pair[0]
+                        ratio = results.show(pair[1]["ms"] / pair[0]["ms"])
+                        line[(H, T)] = ("" if all(map(_steady, pair)) else "~") + ratio
                 if len(line) > 3:
                     lines.append(line)
     return results.markdown(lines, {"ours": "ours", "peer": "peer", "dtype": "dtype", **columns})
@@ -77,7 +77,7 @@ def _remarks(rows: list[Row]) -> list[str]:
     failed = dict.fromkeys((r["candidate"], r["failed"]) for r in rows if "failed" in r)
     parts += [f"{name} could not run: {why}" for name, why in failed]
     if noise := results.noise(rows):
-        parts.append(f"{noise}: marked ~, and in no ratio.")
+        parts.append(f"{noise}: marked ~, and ratios of them too.")
     return parts
 
 
