@@ -26,8 +26,8 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "mlx-kda"
 
 
-# Temporary files of this process, for an end that leaves no time to unwind.
-_unfinished: set[Path] = set()
+# Files of this process that nobody needs after it, for an end that leaves no time to unwind.
+passing: set[Path] = set()
 _OWNER = re.compile(r"([0-9]+)(\.[0-9a-f]+)?\.tmp")
 STALE = 60  # seconds without a write after which a dead process's file counts as left behind
 
@@ -46,7 +46,7 @@ def new_file(path: Path) -> Iterator[Path]:
     name = f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp"
     temporary = path.with_name(name)
     with temporary.open("xb") as held:
-        _unfinished.add(temporary)
+        passing.add(temporary)
         try:
             locks.try_lock(held)  # it is somebody's, who runs: see _sweep
             with contextlib.suppress(OSError):  # a file that was made private stays so
@@ -56,7 +56,7 @@ def new_file(path: Path) -> Iterator[Path]:
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-            _unfinished.discard(temporary)
+            passing.discard(temporary)
 
 
 def sync(file: int) -> None:
@@ -78,9 +78,9 @@ def sync_folder(folder: Path) -> None:
             os.close(handle)
 
 
-def discard_unfinished() -> None:
-    """Remove what this process has begun to write, before it ends without unwinding."""
-    for temporary in list(_unfinished):
+def discard_passing() -> None:
+    """Remove what this process has begun to write or holds, before it ends without unwinding."""
+    for temporary in list(passing):
         with contextlib.suppress(OSError):
             temporary.unlink()
 

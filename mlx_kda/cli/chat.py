@@ -10,6 +10,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from mlx_kda.cli import checks, loading, output, parsing
+from mlx_kda.cli.keeping import Keeper
 from mlx_kda.cli.options import add_memory, add_sampling, sampling_options
 from mlx_kda.cli.stopping import ending
 
@@ -54,8 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.model is not None:
         checks.checkpoint(args.model)
-    exists = checks.session_file(args.session)
+    checks.session_file(args.session)
     checks.session(args.resume)
+    with Keeper(args.session) as keeper:
+        return _talk(args, keeper)
+
+
+def _talk(args: argparse.Namespace, keeper: Keeper) -> int:
+    """The conversation, to its end; the exit status."""
     if args.model is None:
         args.model = _small_model()
     args.model = loading.locate(args.model)
@@ -63,8 +70,8 @@ def run(args: argparse.Namespace) -> int:
     from mlx_kda.cli.talk import Talk
     from mlx_kda.cli.terminal import Terminal
 
-    session = _session(args, args.resume or (args.session if exists else None))
-    talk = Talk(session, sampling_options, args.session)
+    session = _session(args, args.resume or (args.session if keeper.found else None))
+    talk = Talk(session, sampling_options, keeper)
     talk.set_options(vars(args))
     terminal = Terminal(talk.said)
     if terminal.interactive:

@@ -83,12 +83,17 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("no prompt: give --prompt TEXT, --prompt-file FILE or text on a pipe")
     if prompt is not None and not (prompt if args.raw else prompt.strip()):
         raise UserError("the prompt is empty: give some text")
+    with Keeper(args.session) as keeper:
+        return _generate(args, prompt, keeper)
+
+
+def _generate(args: argparse.Namespace, prompt: str | None, keeper: Keeper) -> int:
+    """Answer or go on, and keep the session; the exit status."""
     args.model = loading.locate(args.model)
 
     from mlx_kda.generate import Statistics
 
-    keeper = Keeper(args.session)
-    session = _open(args, prompt, exists)
+    session = _open(args, prompt, keeper.found)
     statistics = Statistics()
     text, tokens = [], []
     with stopping() as stop:

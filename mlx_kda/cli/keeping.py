@@ -4,10 +4,12 @@ import itertools
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
+from mlx_kda import locks
 from mlx_kda.cli.output import note
 from mlx_kda.errors import UserError
+from mlx_kda.files import passing
 
 if TYPE_CHECKING:
     from mlx_kda.session import Session
@@ -18,24 +20,52 @@ SHARE, RATE = 0.05, 1e6
 
 
 class Keeper:
-    """Saves a session to its file; ``path`` None: nowhere.
+    """Saves a session to its file, which is this program's until ``close``; ``path`` None: nowhere.
 
-    Another program may have written the file meanwhile: then the session goes to a file beside it.
+    A second program that is to keep a session there is refused, before it begins. What knows of no
+    such rule may have written the file all the same: then the session goes to a file beside it.
     """
 
-    def __init__(self, path: str | None):
+    def __init__(self, path: str | Path | None):
+        """Raises UserError where another program keeps the file."""
         self.path = None if path is None else Path(path)
+        self._lock: tuple[Path, BinaryIO] | None = None
+        if self.path is not None and not self._hold(self.path):
+            raise UserError(
+                f"{self.path} is in use by another mlx-kda: end that one, or name another file"
+            )
         self._seen = self._stamp()
         self._took, self._at = 0.0, time.monotonic()
+
+    @property
+    def found(self) -> bool:
+        """Whether there was a file when this was last looked at."""
+        return self._seen is not None
+
+    def keeps(self, path: Path) -> bool:
+        """Whether this is the file."""
+        return self.path is not None and self.path.resolve() == path.resolve()
+
+    def __enter__(self) -> "Keeper":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the file to others."""
+        if self._lock is not None:
+            locks.release(*self._lock)
+            passing.discard(self._lock[0])
+            self._lock = None
 
     def save(self, session: "Session") -> None:
         """Save now. Raises UserError where that cannot be."""
         if self.path is None:
             return
         if self._stamp() not in (None, self._seen):
-            other = self._beside()
-            note(f"{self.path} was written by another program meanwhile: this is kept as {other}")
-            self.path = other
+            written, self.path = self.path, self._beside()
+            note(f"{written} was written by another program meanwhile: this is kept as {self.path}")
         start = time.monotonic()
         session.save(self.path)
         self._at = time.monotonic()
@@ -67,7 +97,22 @@ class Keeper:
         return found.st_ino, found.st_size, found.st_mtime_ns
 
     def _beside(self) -> Path:
-        """A name that nothing has yet."""
+        """A name that nothing has yet, held."""
         stem, suffix = self.path.stem, self.path.suffix
         names = (self.path.with_name(f"{stem}-{n}{suffix}") for n in itertools.count(2))
-        return next(name for name in names if not name.exists())
+        return next(name for name in names if not name.exists() and self._hold(name))
+
+    def _hold(self, path: Path) -> bool:
+        """Whether the file is this program's now, and no longer the one that was."""
+        file = path.resolve()
+        lock = file.with_name(f".{file.name}.lock")
+        try:
+            held = locks.acquire(lock)
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error.strerror}") from error
+        if held is None:
+            return False
+        self.close()
+        passing.add(lock)
+        self._lock = lock, held
+        return True

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mlx_kda.cli.output import moves
-from mlx_kda.files import discard_unfinished
+from mlx_kda.files import discard_passing
 
 # The terminal was closed, or somebody ends the process: both deserve a clean end.
 ENDINGS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
@@ -96,7 +96,7 @@ def _impatient(ear: socket.socket) -> None:
 
 def end_at_once() -> None:
     """Leave now, whatever the main thread is in; the terminal is left as it was."""
-    discard_unfinished()
+    discard_passing()
     with contextlib.suppress(OSError):
         cursor = SHOW_CURSOR if moves(sys.stderr) else ""
         print(f"{cursor}\nmlx-kda: ended at once", file=sys.stderr, flush=True)
@@ -118,6 +118,26 @@ def _heard(listen: Callable[[socket.socket], None]) -> Iterator[None]:
         mouth.close()
         thread.join()
         ear.close()
+
+
+def one_interrupt() -> None:
+    """Let a Ctrl-C raise KeyboardInterrupt once, however long the key is held down.
+
+    Another one while the first is on its way up would leave a traceback. Where a shell has denied
+    Ctrl-C to the program, as to background jobs, that stays so.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return
+    patient_until = 0.0
+
+    def handle(signum: int, frame: Any) -> None:
+        nonlocal patient_until
+        now = time.monotonic()
+        if now >= patient_until:
+            patient_until = now + PATIENCE
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, handle)
 
 
 @contextlib.contextmanager

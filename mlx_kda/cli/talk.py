@@ -39,10 +39,10 @@ Options = Callable[[argparse.Namespace, Any], dict[str, Any]]
 class Talk:
     """The conversations of one chat, and the one that is spoken in now."""
 
-    def __init__(self, session: "Session", options: Options, path: str | None = None):
-        """``path`` is the file that the conversation is kept in."""
+    def __init__(self, session: "Session", options: Options, keeper: Keeper | None = None):
+        """``keeper`` has the file that the conversation is kept in."""
         self.session = session
-        self._keeper = Keeper(path)
+        self._keeper = keeper or Keeper(None)
         self._unsaved = True
         self.name = "main"
         self.kept: dict[str, Session] = {}
@@ -195,7 +195,12 @@ class Talk:
     def _save_command(self, rest: str) -> None:
         if not rest:
             raise UserError("name a file: /save FILE")
-        self.session.save(Path(rest).expanduser())
+        file = Path(rest).expanduser()
+        if self._keeper.keeps(file):
+            self._keeper.save(self.session)
+        else:
+            with Keeper(file) as keeper:
+                keeper.save(self.session)
         output.note(f"saved {rest}")
 
     def _load_command(self, rest: str) -> None:
