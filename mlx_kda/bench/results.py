@@ -9,8 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from .. import locks
 from ..errors import UserError
-from ..files import write_text
+from ..files import passing, write_text
 from .timing import STEADY
 
 Row = dict[str, Any]
@@ -35,7 +36,8 @@ class Saving:
         describe: what `machine.describe` says, asked for at the first row.
 
     Raises:
-        UserError: the folder cannot be written, or holds the rows of a run that was stopped.
+        UserError: the folder cannot be written, another run writes the same there, or it holds the
+            rows of a run that was stopped.
     """
 
     def __init__(self, folder: Path, name: str, describe: Callable[[], Row]):
@@ -45,7 +47,19 @@ class Saving:
         _make(folder)
         if not os.access(folder, os.W_OK):
             raise UserError(f"the folder {folder} cannot be written")
+        self._place = folder / f".{name}.lock"
+        try:
+            lock = locks.acquire(self._place)
+        except OSError as e:
+            raise UserError(f"cannot write {self._place}: {e.strerror}") from e
+        if lock is None:
+            raise UserError(
+                f"another run of bench {name} writes to {folder}: wait for it, or name another"
+            )
+        self._lock = lock
+        passing.add(self._place)
         if self.path.exists():
+            self.close()
             raise UserError(f"{self.path} holds the rows of a run that was stopped: move it first")
 
     def add(self, row: Row) -> None:
@@ -58,7 +72,13 @@ class Saving:
         """`save` all of them and remove the partial file."""
         paths = save(self.folder, self.name, self._describe(), self.rows)
         self.path.unlink(missing_ok=True)
+        self.close()
         return paths
+
+    def close(self) -> None:
+        """Leave the folder to other runs; rows that were not finished stay."""
+        locks.release(self._place, self._lock)
+        passing.discard(self._place)
 
 
 def _write(path: Path, document: Row) -> None:

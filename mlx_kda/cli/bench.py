@@ -127,8 +127,10 @@ def _run(args: argparse.Namespace) -> int:
     try:
         rows = run_one(benchmark, args, saving.add if saving else None)
     except BaseException:
-        if saving and saving.path.is_file():
-            note(f"rows until then: {saving.path}")
+        if saving:
+            saving.close()
+            if saving.path.is_file():
+                note(f"rows until then: {saving.path}")
         raise
     written = saving.finish() if saving else ()  # before anything is printed: a pipe may be closed
     if report:
