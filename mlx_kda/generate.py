@@ -9,6 +9,7 @@ import resource
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -137,24 +138,24 @@ def decode_text(
         tokens = context.decode(
             max_tokens, sampler=sampler, logits_processors=logits_processors, seed=seed
         )
-    for token in tokens:
-        if token not in hidden:
-            detokenizer.add_token(token)
-        statistics.generation_tokens += 1
-        if token in stops:
-            statistics.finish_reason = "stop"
-        elif statistics.generation_tokens >= max_tokens:
-            statistics.finish_reason = "length"
-        if statistics.finish_reason is not None:
-            detokenizer.finalize()
-        statistics.generation_seconds = time.perf_counter() - start
-        statistics.drafted_tokens = acceptance.drafted
-        statistics.accepted_tokens = acceptance.accepted
-        statistics.measure_memory(context)
-        yield Piece(detokenizer.last_segment, token, replace(statistics))
-        if statistics.finish_reason is not None:
-            tokens.close()
-            return
+    with closing(tokens):  # an error here must not leave it open, and the context with it
+        for token in tokens:
+            if token not in hidden:
+                detokenizer.add_token(token)
+            statistics.generation_tokens += 1
+            if token in stops:
+                statistics.finish_reason = "stop"
+            elif statistics.generation_tokens >= max_tokens:
+                statistics.finish_reason = "length"
+            if statistics.finish_reason is not None:
+                detokenizer.finalize()
+            statistics.generation_seconds = time.perf_counter() - start
+            statistics.drafted_tokens = acceptance.drafted
+            statistics.accepted_tokens = acceptance.accepted
+            statistics.measure_memory(context)
+            yield Piece(detokenizer.last_segment, token, replace(statistics))
+            if statistics.finish_reason is not None:
+                return
     statistics.finish_reason = "length"
     statistics.measure_memory(context)
 

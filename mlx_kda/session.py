@@ -4,7 +4,7 @@
 and files on disk. Each turn reads its new tokens only.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ class Session:
     ``messages`` are {"role", "content"}; an answer that was stopped early is kept as far as it
     came. ``tokens`` is what the cache has absorbed, ``statistics`` what the last generation cost.
     Automatic checkpoints are taken at the ends of messages and after every ``checkpoint_every``
-    tokens of prefill, in at most ``checkpoint_bytes``, and thinned from the oldest.
+    tokens of prefill, in at most ``checkpoint_bytes``, and thinned from the oldest. One answer is
+    given at a time: whatever else is asked of the session closes the iterator of one that is open.
     """
 
     def __init__(
@@ -51,10 +52,12 @@ class Session:
         self.system = system
         self.statistics: Statistics | None = None
         self.transcript = Transcript()
+        self._open: Generator[Piece, None, None] | None = None
         self.reset()
 
     def reset(self) -> None:
         """Begin again, with the system message only."""
+        self._close()
         self.context.clear()
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         self.transcript = Transcript(messages)
@@ -77,6 +80,17 @@ class Session:
         """What was asked of each layer's cache, what is in force, and its bytes."""
         return report(self.context.model, self.policy, self.context.cache)
 
+    def _giving(self, pieces: Generator[Piece, None, None]) -> Iterator[Piece]:
+        """``pieces``, remembered as the answer that is open."""
+        self._open = pieces
+        return pieces
+
+    def _close(self) -> None:
+        """Close an answer that is open: closed later, it would change what came after it."""
+        if self._open is not None and not self._open.gi_running:  # (in its own callback)
+            self._open.close()
+            self._open = None
+
     # A text
 
     def prefill(
@@ -84,6 +98,7 @@ class Session:
     ) -> None:
         """Absorb ids, or a text as the tokenizer encodes it, after what was absorbed before."""
         ids = encode_prompt(self.tokenizer, prompt)
+        self._close()
         self.context.prefill(
             ids, step=self.prefill_step, progress=progress, every=self.checkpoint_every
         )
@@ -96,6 +111,7 @@ class Session:
         """
         if max_tokens < 0:
             raise UserError(f"max_tokens must be 0 or more, not {max_tokens}")
+        self._close()
         self.statistics = options.pop("statistics", None) or Statistics()
         self.statistics.prompt_tokens = len(self.context.tokens)
         self.statistics.reused_tokens = len(self.context.tokens)
@@ -106,8 +122,10 @@ class Session:
             statistics=self.statistics,
             **options,
         )
-        in_answer = bool(self.transcript.ids) and self.transcript.ids == self.context.tokens
-        return self._say(self.transcript.ids, pieces) if in_answer else pieces
+        transcript = self.transcript
+        end = transcript.said.get(len(transcript.messages) - 1)
+        in_answer = end == len(transcript.ids) and transcript.ids == self.context.tokens
+        return self._giving(self._say(transcript.ids, pieces) if in_answer else pieces)
 
     # A conversation
 
@@ -127,6 +145,7 @@ class Session:
         ``decode_text``. The messages and whatever was answered are kept when the iterator is closed
         early or ``progress`` raises. What does not fit raises UserError at once and is not kept.
         """
+        self._close()
         if isinstance(messages, str):
             messages = [*self.messages, {"role": "user", "content": messages}]
         messages = checked(messages)
@@ -157,7 +176,7 @@ class Session:
             statistics=self.statistics,
             **options,
         )
-        return self._answer(wanted, pieces)
+        return self._giving(self._answer(wanted, pieces))
 
     def _ends(self, messages: list[Message], wanted: list[int]) -> list[int]:
         """Where in ``wanted`` the system message ends, and the one before the last."""
@@ -198,6 +217,7 @@ class Session:
         The context goes back to the last checkpoint before; what lies between is read again with
         the next message.
         """
+        self._close()
         at = max((i for i, m in enumerate(self.messages) if m["role"] == "user"), default=None)
         if at is None:
             return None
@@ -217,6 +237,7 @@ class Session:
 
     def set_system(self, text: str | None) -> None:
         """Another system message, or none; the conversation stays and is read again."""
+        self._close()
         self.system = text
         rest = [m for m in self.messages if m["role"] != "system"]
         first = [] if text is None else [{"role": "system", "content": text}]
@@ -226,6 +247,7 @@ class Session:
 
     def checkpoint(self) -> Checkpoint:
         """A checkpoint of this place that stays until it is dropped or the text goes back."""
+        self._close()
         return self.context.take()
 
     def drop(self, checkpoint: Checkpoint) -> None:
@@ -237,6 +259,7 @@ class Session:
 
         Messages beyond the place are forgotten, an answer that it lies in is cut there.
         """
+        self._close()
         self.context.rewind(
             to, step=self.prefill_step, progress=progress, every=self.checkpoint_every
         )
@@ -252,6 +275,7 @@ class Session:
 
     def fork(self) -> "Session":
         """Another session that has read and said the same; each goes its own way from here."""
+        self._close()
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.context = self.context.fork()
@@ -265,6 +289,7 @@ class Session:
 
     def save(self, path: str | Path) -> None:
         """Write the session to a file; an older file there is replaced once this one is whole."""
+        self._close()
         files.save(
             path,
             self.context,

@@ -396,3 +396,70 @@ def test_logits_that_are_not_finite_end_the_answer_and_lose_no_message(tokenizer
     model.poison = None
     _, statistics = turn(session, "so")
     assert statistics.reused_tokens == 0 and session.messages[0]["content"] == "hi"
+
+
+ASKED = {
+    "send": lambda session: list(session.send("and then?", max_tokens=4)),
+    "generate": lambda session: list(session.generate(max_tokens=4)),
+    "prefill": lambda session: session.prefill("so it is"),
+    "undo": lambda session: session.undo(),
+    "system": lambda session: session.set_system("be brief"),
+    "checkpoint": lambda session: session.checkpoint(),
+    "rewind": lambda session: session.rewind(5),
+    "reset": lambda session: session.reset(),
+    "fork": lambda session: session.fork(),
+}
+
+
+@pytest.mark.parametrize("speculate", [False, True])
+@pytest.mark.parametrize("asked", ASKED)
+def test_an_answer_left_open_changes_nothing_later(tiny_model, asked, speculate):
+    """An iterator that somebody still holds (a notebook's traceback does) ends with the next call.
+
+    Closed later it put back the ids of its own answer, so that the next turn forgot a question;
+    with speculation it moved the cache under the new text.
+    """
+    model, tokenizer = tiny_model
+    held, other = (Session(model, tokenizer) for _ in range(2))
+    pieces = [
+        s.send("the rain in the plain", max_tokens=20, speculate=speculate) for s in (held, other)
+    ]
+    for _ in range(3):
+        assert next(pieces[0]).token == next(pieces[1]).token
+    pieces[1].close()
+    for session in (held, other):
+        ASKED[asked](session)
+    pieces[0].close()  # as when the one who held it lets it go
+    assert held.tokens == other.tokens and held.messages == other.messages
+    assert turn(held, "and now?")[0] == turn(other, "and now?")[0]
+    assert held.tokens == other.tokens
+    expected = cold(model, held.tokens)
+    assert difference(held.context.logits, expected.logits) < MODEL_LONG
+
+
+def test_a_session_saved_in_the_middle_of_an_answer_is_whole(tiny_model, tmp_path):
+    """With speculation the cache is ahead of the tokens while an answer is open."""
+    model, tokenizer = tiny_model
+    session = Session(model, tokenizer)
+    pieces = session.send("the rain in the rain in the rain", max_tokens=20, speculate=True)
+    said = [next(pieces).token for _ in range(3)]
+    session.save(tmp_path / "a.session")
+    loaded = Session.load(tmp_path / "a.session", model, tokenizer)
+    assert loaded.tokens[-3:] == said and loaded.messages == session.messages
+    expected = cold(model, loaded.tokens)
+    assert difference(loaded.context.logits, expected.logits) < MODEL_LONG
+    assert turn(loaded, "and now?")[1].reused_tokens == len(session.tokens)
+
+
+def test_what_follows_an_ended_answer_is_no_part_of_it(tiny_model):
+    """After an undo the text ends in the end token of the answer before, not in the answer."""
+    model, tokenizer = tiny_model
+    session = Session(model, tokenizer)
+    turn(session, "the rain", max_tokens=3)
+    turn(session, "and then?", max_tokens=3)
+    session.undo()
+    session.context.reuse(session.transcript.ids)
+    session.context.prefill(session.transcript.ids[len(session.tokens) :])
+    before = [dict(m) for m in session.messages]
+    list(session.generate(max_tokens=3))
+    assert session.messages == before
