@@ -9,13 +9,13 @@
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mlx_kda.errors import UserError
+from mlx_kda.files import write_text
 
 BEGUN, MEASURED = ".resume.json", ".measured.jsonl"
 FACTS = ("bytes", "sha256", "holds", "sources")  # of a finished weight file
@@ -105,10 +105,7 @@ class Journal:
             (self.folder / name).unlink(missing_ok=True)
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
-        """Write a record. It is not synced: one that a power cut takes only costs its work."""
-        temporary = self.folder / f"{name}.tmp"
-        temporary.write_text(json.dumps(content, indent=1))
-        os.replace(temporary, self.folder / name)
+        write_text(self.folder / name, json.dumps(content, indent=1))
 
     def _read(self, name: str) -> dict[str, Any] | None:
         try:

@@ -5,6 +5,7 @@ import os
 import subprocess
 
 import pytest
+from helpers.paused import Pause, started
 from helpers.program import PROGRAM
 
 from mlx_kda.cli.keeping import Keeper
@@ -126,6 +127,52 @@ def test_two_names_of_one_file(tiny_model, folder, tmp_path):
     assert Session.load(folder / "talk", *tiny_model).tokens == [1, 2, 3, 4]
     with Keeper(folder / "talk"):
         pass
+
+
+def test_kill_9_in_the_middle_of_a_save(tiny_mlx, tiny_model, folder, tmp_path, monkeypatch):
+    """The file of before is whole, and what the killed program left goes with a later save."""
+    saved(folder / "talk", tiny_model)
+    before = (folder / "talk").read_bytes()
+    pause = Pause("saving", tmp_path / "meet")
+    argv = ["chat", tiny_mlx, "--max-tokens", "3", "--session", folder / "talk"]
+    with started([*pause.program, *argv]) as process:
+        process.stdin.write(b"hello\n")
+        process.stdin.close()
+        process.stdin = None
+        pause.reached(process)
+        process.kill()
+        process.wait()
+    assert (folder / "talk").read_bytes() == before
+    (left,) = folder.glob(".talk.*.tmp")
+    os.utime(left, (1, 1))
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    assert main(["chat", str(tiny_mlx), "--max-tokens", "3", "--session", f"{folder}/talk"]) == 0
+    assert os.listdir(folder) == ["talk"]
+    assert Session.load(folder / "talk", *tiny_model).messages
+
+
+def test_a_save_that_failed_slowly_is_not_tried_again_at_once(tmp_path, monkeypatch, capsys):
+    """A disk that was full after a minute's writing used to be filled again after every turn."""
+    clock = [1000.0]
+    monkeypatch.setattr("mlx_kda.cli.keeping.time.monotonic", lambda: clock[0])
+
+    class Failing:
+        saves = 0
+
+        def save(self, path):
+            self.saves += 1
+            clock[0] += 60
+            raise UserError("cannot save it: No space left on device")
+
+    failing = Failing()
+    with Keeper(tmp_path / "s") as keeper:
+        for _ in range(3):
+            assert not keeper.now_and_then(failing)
+        assert failing.saves == 1 and capsys.readouterr().err.count("No space left") == 1
+        clock[0] += 1300
+        assert not keeper.now_and_then(failing) and failing.saves == 2
+        with pytest.raises(UserError, match="No space left"):
+            keeper.save(failing)  # at the end, whatever it takes
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):

@@ -1,7 +1,8 @@
 """Sessions on disk: a safetensors file with all that a context holds, and a header that says whose.
 
-Metadata of the file: ``format``, ``version``, ``model`` (its fingerprint), ``policy``,
-``checkpoints`` (offset and automatic of each, JSON), ``session`` (what the session adds, JSON).
+Metadata of the file: ``format``, ``version``, ``program`` (mlx-kda's version), ``model`` (its
+fingerprint), ``policy``, ``checkpoints`` (offset and automatic of each, JSON), ``session`` (what
+the session adds, JSON).
 Tensors: ``layers.I.J`` for array J of layer I, ``logits``, and the same under ``checkpoints.K.``;
 ``tokens``, the ids absorbed, and ``ids``, those of the messages (int32; left out where there are
 none); ``crc32``, the checksum of the whole file, at its end (see ``checksum``).
@@ -19,6 +20,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from .. import __version__
 from ..convert.tensor_files import Spec, read_header
 from ..convert.writing import write_file
 from ..errors import CheckpointError, UserError
@@ -79,6 +81,7 @@ def save(path: str | Path, context: Any, session: dict[str, Any], ids: list[int]
     metadata = {
         "format": FORMAT,
         "version": VERSION,
+        "program": __version__,
         "model": fingerprint(context.model),
         "policy": str(context.policy),
         "checkpoints": json.dumps([[point.offset, point.automatic] for point in kept]),
@@ -149,9 +152,11 @@ def read(path: str | Path, model: nn.Module) -> tuple[dict[str, mx.array], dict[
 def _check_model(texts: dict[str, str], model: nn.Module, name: str) -> None:
     mine = fingerprint(model)
     if texts.get("model") != mine:
+        by = texts.get("program", __version__)
+        or_program = "" if by == __version__ else f", or by mlx-kda {by}, which knew it otherwise"
         raise CheckpointError(
-            f"{name} was saved with another model (fingerprint {texts.get('model')}, this one "
-            f"is {mine}): load the model that it was made with"
+            f"{name} was saved with another model{or_program} (fingerprint {texts.get('model')}, "
+            f"this one is {mine}): load the model that it was made with"
         )
 
 

@@ -67,9 +67,12 @@ class Keeper:
             written, self.path = self.path, self._beside()
             note(f"{written} was written by another program meanwhile: this is kept as {self.path}")
         start = time.monotonic()
-        session.save(self.path)
-        self._at = time.monotonic()
-        self._took, self._seen = self._at - start, self._stamp()
+        try:
+            session.save(self.path)
+        finally:  # a disk that is full after gigabytes is not filled again after every turn
+            self._at = time.monotonic()
+            self._took = self._at - start
+        self._seen = self._stamp()
 
     def now_and_then(self, session: "Session") -> bool:
         """Save in the middle of a conversation, unless that would take too much of the time.
