@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from mlx_kda import __version__
 from mlx_kda.cli.output import note, prepare_output
 from mlx_kda.cli.parsing import Parser
+from mlx_kda.cli.stopping import one_interrupt
 from mlx_kda.errors import UserError
 
 COMMANDS = ("convert", "verify", "plan", "generate", "chat", "info", "bench", "doctor", "demo")
@@ -58,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status. A bad flag leaves through argparse's SystemExit(2)."""
     args = argparse.Namespace(debug=False)
     try:
+        if argv is None:  # the program itself
+            one_interrupt()
         args = build_parser().parse_args(argv)
         prepare_output()
         for name, value in MLX_SETTINGS.items():
@@ -68,9 +71,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         return _fail(args.debug, " ".join(str(error).split()), USER_ERROR)
     except KeyboardInterrupt:
-        if argv is None:  # the program itself: another Ctrl-C while it ends ends it without a word
+        if argv is None:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        status = _fail(args.debug, "interrupted", INTERRUPTED)
+        if argv is None:  # another Ctrl-C while the program ends ends it without a word
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-        return _fail(args.debug, "interrupted", INTERRUPTED)
+        return status
     except BrokenPipeError:
         # Nobody reads any more. Python would complain once more when it flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
