@@ -115,7 +115,10 @@ MISTAKES = [
     (["generate", "model"], "no prompt: give --prompt TEXT, --prompt-file FILE or text on a pipe"),
     (["generate", "model", "--prompt-file", ""], "--prompt-file: the name is empty"),
     (["generate", "model", "--prompt", "x", "--session", ""], "--session: the name is empty"),
-    (["generate", "model", "hi"], "mlx-kda generate: unrecognized arguments: hi (see mlx-kda gen"),
+    (
+        ["generate", "model", "hi"],
+        "unrecognized arguments: hi; a prompt is given with --prompt (see",
+    ),
     (["generate", "model", "--temperature", "1"], "--temperature 1; did you mean --temp? (see"),
     (["convert", "model", "out", "--q_bits=4"], "--q_bits=4; did you mean --q-bits?"),
     (["convert", "model", "out", "-q"], "unrecognized arguments: -q (see mlx-kda convert --help)"),

@@ -12,6 +12,8 @@ from helpers.paused import LIMIT
 from helpers.program import PROGRAM
 
 from mlx_kda.cli import output
+from mlx_kda.cli.bench import run_one
+from mlx_kda.cli.benchmarks import Benchmark
 from mlx_kda.cli.main import main
 from mlx_kda.cli.tables import print_table
 
@@ -79,6 +81,14 @@ def test_a_pipe_gets_plain_whole_lines(command, long, tiny_hf, tmp_path, monkeyp
         assert words["OUT" if "convert" in command else "MODEL"] in out
     if command == "info":  # each of its rows is one line
         assert len(out.splitlines()) == len([*re.finditer(r"(?m)^.{14}\S", out)])
+
+
+def test_a_benchmarks_row_has_no_trailing_blanks(capsys):
+    """Where its last columns are empty."""
+    columns = dict.fromkeys(("name", "seconds", "failed"), "x")
+    rows = Benchmark("b", "what", columns, lambda parser: None, lambda args: [{"name": "ours"}])
+    assert run_one(rows, None) == [{"name": "ours"}]
+    assert capsys.readouterr().err == "ours\n"
 
 
 def test_a_table_never_cuts_a_value(terminal):

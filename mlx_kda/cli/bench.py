@@ -185,7 +185,7 @@ def run_one(
 
     rows = []
     for row in benchmark.rows(args):
-        note("  ".join(results.show(row.get(key)) for key in benchmark.columns))
+        note("  ".join(results.show(row.get(key)) for key in benchmark.columns).rstrip())
         rows.append(row)
         if keep is not None:
             keep(row)

@@ -26,7 +26,9 @@ class Parser(argparse.ArgumentParser):
         return namespace, unknown
 
     def _meant(self, word: str) -> str:
-        """The option that a wrong one may have been meant to be."""
+        """What a wrong option, or a word too many, may have been meant to be."""
+        if not word.startswith("-") and "--prompt" in self._option_string_actions:
+            return "; a prompt is given with --prompt"
         near = difflib.get_close_matches(word.partition("=")[0], self._option_string_actions, n=1)
         return f"; did you mean {near[0]}?" if near and word.startswith("--") else ""
 
