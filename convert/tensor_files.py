@@ -101,7 +101,7 @@ def read_header(
                 raise ValueError("header is no table")
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path.name} has a damaged safetensors header: {error}") from error
     found = header.pop("__metadata__", None) or {}
     if metadata is not None:

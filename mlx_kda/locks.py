@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
+ATTEMPTS = 50  # after which the file is taken as it is: some network disks number files anew
 # What a file system says that has no locks. Two processes are then kept apart by nothing.
 _NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS}
 
@@ -16,18 +17,19 @@ def acquire(path: Path) -> BinaryIO | None:
 
     Raises OSError where it cannot be made.
     """
-    while True:
+    for attempt in range(ATTEMPTS):
         handle = path.open("ab")
         try:
             if not try_lock(handle):
                 handle.close()
                 return None
-            if is_at(path, handle):
+            if is_at(path, handle) or attempt == ATTEMPTS - 1:
                 return handle
         except BaseException:
             handle.close()
             raise
         handle.close()  # who held it before has removed it meanwhile
+    return None
 
 
 def release(path: Path, handle: BinaryIO) -> None:

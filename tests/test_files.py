@@ -152,3 +152,11 @@ def test_a_lock_file_that_is_removed_while_it_is_taken(tmp_path, monkeypatch):
     held = locks.acquire(path)
     assert locks.is_at(path, held) and locks.acquire(path) is None
     locks.release(path, held)
+
+
+def test_a_disk_that_numbers_its_files_anew(tmp_path, monkeypatch):
+    """Where no file is ever seen to be the one that was opened, a lock is no endless loop."""
+    monkeypatch.setattr(locks, "is_at", lambda path, handle: False)
+    held = locks.acquire(tmp_path / "lock")
+    assert held is not None and locks.acquire(tmp_path / "lock") is None
+    held.close()

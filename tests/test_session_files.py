@@ -16,6 +16,7 @@ from mlx_lm.models.cache import ArraysCache
 
 import mlx_kda
 from mlx_kda.cache import checksum, files
+from mlx_kda.cache.header import check_session
 from mlx_kda.cli.main import main
 from mlx_kda.convert.tensor_files import Spec, read_header, read_tensor
 from mlx_kda.convert.writing import write_file
@@ -337,6 +338,14 @@ def test_no_file_and_no_session(tiny_model, tmp_path):
     (tmp_path / "text").write_text("what is this, a file of text? " * 9)
     with pytest.raises(CheckpointError, match="is no session of mlx-kda"):
         Session.load(tmp_path / "text", *tiny_model)
+
+
+@pytest.mark.parametrize("kind", ["session", "safetensors"])
+def test_a_header_nested_without_end_is_one_line(tmp_path, kind):
+    text = b"[" * 200_000
+    (tmp_path / "s").write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(CheckpointError, match="no session|damaged safetensors header"):
+        check_session(tmp_path / "s") if kind == "session" else read_header(tmp_path / "s")
 
 
 def test_a_full_disk_leaves_the_old_file(tiny_model, saved):

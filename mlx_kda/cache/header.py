@@ -31,7 +31,7 @@ def check_session(path: str | Path) -> None:
         raise CheckpointError(f"{path.name} is truncated, or no session of mlx-kda")
     try:
         metadata = json.loads(text)["__metadata__"]
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         metadata = None
     _check_format(metadata if isinstance(metadata, dict) else {}, path.name)
 
