@@ -8,7 +8,7 @@ ahead, and which says what the cache holds when an iterator is closed early.
 import resource
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -225,9 +225,17 @@ def stream_generate(
 
 
 def encode_prompt(tokenizer: Any, prompt: str | Sequence[int] | mx.array) -> list[int]:
-    """Token ids of a prompt given as text, ids or an array [T]."""
+    """Token ids of a prompt given as text, as ids, or as an array [T] or [1, T].
+
+    Raises UserError for what is none of these, such as a batch.
+    """
     if isinstance(prompt, str):
         return list(tokenizer.encode(prompt))
-    if isinstance(prompt, mx.array):
+    shape = getattr(prompt, "shape", None)  # of an array of MLX, numpy or another library
+    if shape is not None:
+        if len(shape) != 1 and (len(shape) != 2 or shape[0] != 1):
+            raise UserError(f"a prompt is one text: ids [T] or [1, T], not {list(shape)}")
         return prompt.reshape(-1).tolist()
+    if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Iterable):
+        raise UserError(f"a prompt is a text or token ids, not {type(prompt).__name__}")
     return list(prompt)

@@ -82,12 +82,12 @@ def checked(messages: Any) -> list[Message]:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise UserError(f"a message has a role and a content, not {message!r}")
         content = message["content"]
-        if isinstance(content, str) and not _is_unicode(content):
+        if isinstance(content, str) and not is_unicode(content):
             raise UserError("a message holds half a surrogate pair, which is no character")
     return [dict(message) for message in messages]
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
     """Whether every character can be encoded."""
     try:
         text.encode()

@@ -1,6 +1,7 @@
 """Streaming text: stop tokens, unbroken characters, statistics, and prompts that cannot be."""
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from helpers.scripted import Scripted
 from helpers.tiny_checkpoint import SPECIAL_IDS, VOCABULARY
@@ -185,3 +186,29 @@ def test_seeded_sampling_repeats(tokenizer, tiny_model):
 
     assert run(1) == run(1)
     assert run(1) != run(2)
+
+
+NO_PROMPTS = {
+    "nothing": (None, "a text or token ids, not NoneType"),
+    "a number": (5, "a text or token ids, not int"),
+    "bytes": (b"hi", "a text or token ids, not bytes"),
+    "a batch": (mx.array([[5, 6], [7, 8]]), r"not \[2, 2\]"),
+    "numpy's batch": (np.array([[5, 6], [7, 8]]), r"not \[2, 2\]"),
+    "no dimensions": (mx.array(5), r"not \[\]"),
+    "fractions": (mx.array([1.5]), "whole numbers"),
+    "half a pair": ("a\ud800", "half a surrogate pair"),
+}
+
+
+@pytest.mark.parametrize("name", NO_PROMPTS)
+def test_what_is_no_prompt_is_refused(tiny_model, name):
+    """A batch was read as one text, row after row, and bytes as token ids."""
+    prompt, message = NO_PROMPTS[name]
+    with pytest.raises(UserError, match=message):
+        list(stream_generate(*tiny_model, prompt, max_tokens=1))
+
+
+def test_one_row_is_a_prompt(tiny_model):
+    shapes = PROMPT, mx.array(PROMPT), mx.array([PROMPT]), np.array(PROMPT), np.array([PROMPT])
+    said = [[p.token for p in stream_generate(*tiny_model, ids, max_tokens=3)] for ids in shapes]
+    assert said == [said[0]] * len(shapes)

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 
 from ..errors import UserError
+from ..messages import is_unicode
 from .control import ControlTokens, TemplateText
 from .detokenizer import ByteDetokenizer, token_pieces
 from .files import NAMED, TokenizerFiles, end_ids, named_templates, read_json, token_name
@@ -77,6 +78,8 @@ class KDATokenizer(TokenizerWrapper):
             add_special_tokens: put BOS or EOS around it where the checkpoint does so.
             allow_special: let control tokens spelled in plain text be control tokens.
             kwargs: taken for transformers' sake; padding and truncation are not offered.
+
+        Raises UserError for a text with what is no character.
         """
         if isinstance(text, TemplateText):
             if text.ids is not None:
@@ -84,6 +87,9 @@ class KDATokenizer(TokenizerWrapper):
             allow_special = True
         if kwargs:
             raise TypeError(f"encode does not take {', '.join(sorted(kwargs))}")
+        if isinstance(text, str) and not is_unicode(text):
+            # where the locale is C, a pipe's bytes that are not UTF-8 come as such halves
+            raise UserError("the text holds a byte that is not UTF-8, or half a surrogate pair")
         if allow_special:
             return self._control.encode_template(text, add_special_tokens)
         return self._control.encode_text(text, add_special_tokens)
