@@ -423,7 +423,8 @@ def test_the_plan_command(source, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("100000", 10**5), ("2.5M", 2_500_000), ("5gb", 5 * 10**9)]
+    ("text", "size"),
+    [("100000", 10**5), ("2.5M", 2_500_000), ("5gb", 5 * 10**9), ("2T", 2 * 10**12)],
 )
 def test_shard_sizes_in_words(source, tmp_path, capsys, text, size):
     from mlx_kda.cli.convert import byte_size
@@ -431,7 +432,7 @@ def test_shard_sizes_in_words(source, tmp_path, capsys, text, size):
     assert byte_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "big", "5T", ""])
+@pytest.mark.parametrize("text", ["0", "-1", "big", "5X", ""])
 def test_shard_sizes_that_are_none(source, tmp_path, capsys, text):
     with pytest.raises(SystemExit) as caught:
         main(["convert", str(source), str(tmp_path / "out"), f"--shard-size={text}"])
