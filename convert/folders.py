@@ -28,6 +28,11 @@ def find_folder(source: str | Path) -> Path | None:
         raise UserError(f"{source} is a file of llama.cpp's: {OTHER_FORM}")
     if folder.exists():
         raise UserError(f"{source} is a file: give the folder that holds config.json")
+    if (unfinished := folder.with_name(folder.name + ".partial")).is_dir():
+        raise UserError(
+            f"{source}: no such folder, but {unfinished.name} beside it holds a conversion that "
+            "was stopped: finish it by convert --resume"
+        )
     if HUB_ID.match(str(source)):
         return None
     if address := HUB_ADDRESS.match(str(source)):

@@ -11,6 +11,7 @@ from tolerances import MODEL_SPLIT
 from mlx_kda.cli import output
 from mlx_kda.cli.main import main
 from mlx_kda.cli.options import sampling_options
+from mlx_kda.cli.stopping import Stopped
 from mlx_kda.cli.talk import Talk
 from mlx_kda.context import Context
 from mlx_kda.generate import decode_text
@@ -75,6 +76,35 @@ def test_stats_and_help(chat):
     assert "nothing answered yet" in err and "tokens/s" in err and "of 512" in err
     assert "/reset" in err and "no command /frob" in err
     assert "tokens/s" not in out
+
+
+def test_a_turn_stopped_while_reading_says_how_to_take_it_back(tiny_model, monkeypatch, capsys):
+    """It said "0.0 tokens/s", and the next message read the rest of it without a word."""
+    talk, session = talk_with(tiny_model)
+
+    def send(text, **options):
+        signal.raise_signal(signal.SIGINT)
+        raise Stopped
+
+    monkeypatch.setattr(session, "send", send)
+    assert talk.take("hello")
+    assert "(stopped while reading: /undo takes it back)" in capsys.readouterr().err
+    assert "tokens/s" not in talk.status() and "this turn" in talk.status()
+
+
+def test_two_slashes_begin_a_message_with_one(chat, tiny_model):
+    """No message could begin with / before."""
+    status, out, err = chat("//etc/hosts is what?\n")
+    assert (status, err) == (0, "")
+    assert out == cold_answers(tiny_model, ["/etc/hosts is what?"])[0] + "\n"
+    assert "//etc/hosts is a message" in chat("/etc/hosts is what?\n")[2]
+
+
+def test_conversations_that_the_file_does_not_keep_are_named(chat, tmp_path):
+    file = str(tmp_path / "talk.session")
+    err = chat("hello\n/fork other\nhello\n", "--session", file)[2]
+    assert f"{file} keeps 'other'; not kept: 'main'" in err
+    assert "not kept" not in chat("hello\n", "--session", file)[2]
 
 
 def test_a_message_too_long_is_refused_and_the_talk_goes_on(chat):

@@ -159,18 +159,22 @@ def test_overwrite_replaces_an_older_conversion(tiny_hf, tmp_path, capsys):
 
 
 def test_quantisation_flags_without_bits(tiny_hf, tmp_path, capsys):
-    """The hint names the bits that the mode has; it used to say 4 for every mode."""
     for flags, hint in (
         (["--q-group-size", "32"], "--q-bits N or --target-bpw X"),
-        (["--q-mode", "mxfp4"], "add --q-bits 4"),
-        (["--q-mode", "nvfp4"], "add --q-bits 4"),
-        (["--q-mode", "mxfp8"], "add --q-bits 8"),
         (["--q-mode", "mxfp8", "--q-bits", "4"], "choose 8"),
     ):
         assert main(["convert", str(tiny_hf), str(tmp_path / "out"), *flags]) == 2
         err = capsys.readouterr().err
         assert hint in err and err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("mode, bits", [("mxfp4", 4), ("nvfp4", 4), ("mxfp8", 8)])
+def test_a_mode_of_one_width_needs_no_bits(tiny_hf, tmp_path, mode, bits):
+    """It was refused with the bits that it needs."""
+    assert main(["convert", str(tiny_hf), str(tmp_path / "out"), "--q-mode", mode]) == 0
+    packed = json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]
+    assert (packed["mode"], packed["bits"]) == (mode, bits)
 
 
 @pytest.mark.parametrize("command", ["convert", "plan", "verify"])

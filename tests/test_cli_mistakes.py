@@ -54,6 +54,8 @@ def here(tmp_path_factory):
     folder("weightless", json.dumps(good), weights=False)
     folder("untyped", "{}")
     (here / "empty").mkdir()
+    (here / "a" / "begun.partial").mkdir(parents=True)
+    (here / "begun.partial").mkdir()
     (here / "llama").mkdir()
     for path in (here / "llama.gguf", here / "llama" / "q4.gguf"):
         path.write_bytes(b"GGUF\x03\x00\x00\x00")
@@ -152,7 +154,8 @@ MISTAKES = [
     (["convert", "model", "out", "--q-bits", "4bit"], "'4bit' is not one of 2, 3, 4, 5, 6, 8"),
     (["convert", "model", "out", "--q-group-size", "48"], "'48' is not one of 16, 32, 64, 128"),
     (["convert", "model", "out", "--shard-size", "5X"], "'5X' is not a size like 500M or 5G"),
-    (["convert", "model", "out", "--q-mode", "mxfp4"], "add --q-bits 4"),
+    (["chat", "begun"], "begun.partial beside it holds a conversion that was stopped"),
+    (["generate", "a/begun", "--prompt", "x"], "begun.partial beside it holds a conversion"),
     (["verify", ""], "the name of the converted folder is empty"),
     (["verify", "model", "--source", ""], "the name of the checkpoint is empty"),
     (["verify", "model", "--tokens", "notes.txt"], "--tokens needs --source"),

@@ -105,11 +105,9 @@ def byte_size(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     checks.folder(args.source)
-    chosen = args.q_bits is not None or args.target_bpw is not None
-    if args.q_mode != "affine" and args.q_bits is None:
-        bits = 8 if args.q_mode == "mxfp8" else 4
-        raise UserError(f"--q-mode {args.q_mode} needs --q-bits: add --q-bits {bits}")
-    if args.q_group_size is not None and not chosen:
+    if args.q_mode != "affine" and args.q_bits is None and args.target_bpw is None:
+        args.q_bits = 8 if args.q_mode == "mxfp8" else 4  # its only choice
+    if args.q_group_size is not None and args.q_bits is None and args.target_bpw is None:
         raise UserError("--q-group-size needs --q-bits N or --target-bpw X: add one of them")
     if args.upload_repo is not None and not HUB_ID.match(args.upload_repo):
         raise UserError(f"--upload-repo {args.upload_repo}: give owner/name")

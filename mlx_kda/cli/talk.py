@@ -30,6 +30,7 @@ HELP = """\
                  show them
 /stats           tokens, tokens/s and memory of the last answer, and the context used
 /reset           forget the conversation (the system message stays)
+//TEXT           a message that begins with /
 /help            this list
 /exit            end; so does the end of input (Ctrl-D)"""
 
@@ -66,9 +67,16 @@ class Talk:
         with stopping() as stop:  # a Ctrl-C does not cut it short, a second one does
             if at_end:
                 self._keeper.save(self.session)
+                self._tell_lost()
             self._unsaved = not at_end and not self._keeper.now_and_then(self.session)
         if stop.ends:
             self.ended = stop.status
+
+    def _tell_lost(self) -> None:
+        """A session's file holds one conversation: name those that end here."""
+        if self.kept and self._keeper.path is not None:
+            names = ", ".join(map(repr, self.kept))
+            output.note(f"{self._keeper.path} keeps {self.name!r}; not kept: {names}")
 
     def take(self, line: str) -> bool:
         """Act on one line of input; False to end."""
@@ -76,15 +84,16 @@ class Talk:
         if not line:
             return True
         self._unsaved = True
-        if not line.startswith("/"):
-            self._answer(lambda **options: self.session.send(line, **options))
+        if not line.startswith("/") or line.startswith("//"):
+            text = line.removeprefix("/") if line.startswith("//") else line
+            self._answer(lambda **options: self.session.send(text, **options))
             return self.ended is None
         word, _, rest = line[1:].partition(" ")
         if word == "exit":
             return False
         command = getattr(self, f"_{word}_command", None)
         if command is None:
-            output.note(f"no command /{word}: /help lists them")
+            output.note(f"no command /{word}: /help lists them, and //{word} is a message")
             return True
         try:
             command(rest.strip())
@@ -100,7 +109,8 @@ class Talk:
     def status(self) -> str:
         """One line: speed, context, memory, and what the last turn had to read."""
         context, last = self.session.context, self.last
-        parts = [] if last is None else [f"{last.generation_tps:.1f} tokens/s"]
+        answered = last is not None and last.generation_tokens
+        parts = [f"{last.generation_tps:.1f} tokens/s"] if answered else []
         limit = f" of {context.limit:,}" if context.limit else ""
         parts.append(f"context {len(context.tokens):,}{limit}")
         held = context.nbytes + context.checkpoints.nbytes
@@ -142,7 +152,8 @@ class Talk:
             self.ended = stop.status if stop.ends else None
         output.write("\n")
         if statistics.finish_reason == "interrupted":
-            output.note("(stopped)")
+            reading = not statistics.generation_tokens
+            output.note("(stopped while reading: /undo takes it back)" if reading else "(stopped)")
         self.last = statistics
 
     def _help_command(self, rest: str) -> None:
