@@ -10,6 +10,7 @@ import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from mlx_kda import locks
 
@@ -57,6 +58,20 @@ def new_file(path: Path) -> Iterator[Path]:
         finally:
             temporary.unlink(missing_ok=True)
             passing.discard(temporary)
+
+
+def hold(lock: Path) -> BinaryIO | None:
+    """`locks.acquire`, the lock file gone with this process however it ends, but for a kill."""
+    handle = locks.acquire(lock)
+    if handle is not None:
+        passing.add(lock)
+    return handle
+
+
+def leave(lock: Path, handle: BinaryIO) -> None:
+    """Remove and let go of what `hold` gave."""
+    locks.release(lock, handle)
+    passing.discard(lock)
 
 
 def sync(file: int) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from . import results
-from .timing import STEADY
 
 Row = dict[str, Any]
 _OURS = ("ours, kda_chunk exact", "ours, kda_chunk half", "ours, kda_recurrent", "ours, operations")
@@ -30,11 +29,7 @@ def markdown(rows: list[Row]) -> str:
 
 
 def _times(rows: list[Row]) -> str:
-    return _pivot(rows, "T", lambda r: ("" if _steady(r) else "~") + results.show(r["ms"]))
-
-
-def _steady(row: Row) -> bool:
-    return row.get("spread", 0) <= STEADY
+    return _pivot(rows, "T", lambda r: ("" if results.steady(r) else "~") + results.show(r["ms"]))
 
 
 def _errors(rows: list[Row]) -> str:
@@ -66,7 +61,7 @@ def _ratios(rows: list[Row]) -> str:
                     pair = timed.get((ours, dtype, H, T)), timed.get((peer, dtype, H, T))
                     if None not in pair:
                         ratio = results.show(pair[1]["ms"] / pair[0]["ms"])
-                        line[(H, T)] = ("" if all(map(_steady, pair)) else "~") + ratio
+                        line[(H, T)] = ("" if all(map(results.steady, pair)) else "~") + ratio
                 if len(line) > 3:
                     lines.append(line)
     return results.markdown(lines, {"ours": "ours", "peer": "peer", "dtype": "dtype", **columns})

@@ -13,6 +13,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from ..forward import GPU_STEP
 from ..layers import blas_layout
 from ..plan import machine
 from .graph import launches, state_arrays
@@ -21,7 +22,7 @@ from .timing import interleave
 
 CANDIDATES = ("ours", "mlx-lm")
 # Tokens that both read at a time: where each is fastest.
-_CPU_STEP, _GPU_STEP = 256, 2048
+_CPU_STEP, _GPU_STEP = 256, GPU_STEP
 
 
 def of(

@@ -9,9 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .. import locks
 from ..errors import UserError
-from ..files import passing, write_text
+from ..files import hold, leave, write_text
 from .timing import STEADY
 
 Row = dict[str, Any]
@@ -49,7 +48,7 @@ class Saving:
             raise UserError(f"the folder {folder} cannot be written")
         self._place = folder / f".{name}.lock"
         try:
-            lock = locks.acquire(self._place)
+            lock = hold(self._place)
         except OSError as e:
             raise UserError(f"cannot write {self._place}: {e.strerror}") from e
         if lock is None:
@@ -57,7 +56,6 @@ class Saving:
                 f"another run of bench {name} writes to {folder}: wait for it, or name another"
             )
         self._lock = lock
-        passing.add(self._place)
         if self.path.exists():
             self.close()
             raise UserError(f"{self.path} holds the rows of a run that was stopped: move it first")
@@ -77,8 +75,7 @@ class Saving:
 
     def close(self) -> None:
         """Leave the folder to other runs; rows that were not finished stay."""
-        locks.release(self._place, self._lock)
-        passing.discard(self._place)
+        leave(self._place, self._lock)
 
 
 def _write(path: Path, document: Row) -> None:
@@ -114,9 +111,14 @@ def load(path: Path) -> dict[str, Any]:
     return document
 
 
+def steady(row: Row) -> bool:
+    """Whether a row's samples, if it has any, lie close enough together."""
+    return (row.get("spread") or 0) <= STEADY
+
+
 def noise(rows: Sequence[Row]) -> str:
     """How many rows spread over more than they may, in words; "" for none."""
-    noisy = sum(row.get("spread") is not None and row["spread"] > STEADY for row in rows)
+    noisy = sum(not steady(row) for row in rows)
     return f"{noisy} of {len(rows)} rows spread over more than 5 % of their median" if noisy else ""
 
 

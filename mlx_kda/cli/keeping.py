@@ -6,10 +6,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from mlx_kda import locks
 from mlx_kda.cli.output import note
 from mlx_kda.errors import UserError
-from mlx_kda.files import passing
+from mlx_kda.files import hold, leave
 
 if TYPE_CHECKING:
     from mlx_kda.session import Session
@@ -55,8 +54,7 @@ class Keeper:
     def close(self) -> None:
         """Leave the file to others."""
         if self._lock is not None:
-            locks.release(*self._lock)
-            passing.discard(self._lock[0])
+            leave(*self._lock)
             self._lock = None
 
     def save(self, session: "Session") -> None:
@@ -110,12 +108,11 @@ class Keeper:
         file = path.resolve()
         lock = file.with_name(f".{file.name}.lock")
         try:
-            held = locks.acquire(lock)
+            held = hold(lock)
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror}") from error
         if held is None:
             return False
         self.close()
-        passing.add(lock)
         self._lock = lock, held
         return True

@@ -49,9 +49,8 @@ class Experts(SwitchGLU):
         return (self._few if chosen.size < _SORTED_FROM else self._many)(merged, x, chosen)
 
     def _can_be_sorted(self, merged: MergedExperts | None, rows: int) -> bool:
-        one_by_one = (self.down_proj,) if merged is not None else (*self._inputs(), self.down_proj)
-        together = self._inputs() if merged is not None else ()
-        return in_reach(together, rows) and all(in_reach([layer], rows) for layer in one_by_one)
+        inputs = [[layer] for layer in self._inputs()] if merged is None else [self._inputs()]
+        return all(in_reach(maps, rows) for maps in (*inputs, [self.down_proj]))
 
     def _unsorted(self, apply: Callable, x: mx.array, chosen: mx.array) -> mx.array:
         """A product for each token and expert, each map by ``apply(map, rows, chosen)``."""

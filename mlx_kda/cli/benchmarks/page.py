@@ -50,7 +50,7 @@ def write(path: Path, command: str, args: argparse.Namespace, run_one: Callable)
 
 def _save(path: Path, parts: list[str]) -> None:
     try:
-        write_text(path, "\n\n".join(part for part in parts if part) + "\n")
+        write_text(path, _joined(*parts) + "\n")
     except OSError as e:
         raise UserError(f"cannot write {path}: {e.strerror}") from e
 
