@@ -19,11 +19,8 @@ Row = dict[str, Any]
 def save(folder: Path, name: str, machine: Row, rows: Sequence[Row]) -> tuple[Path, Path]:
     """Write NAME.json (machine and rows) and NAME.csv (rows), each under a temporary name first."""
     paths = folder / f"{name}.json", folder / f"{name}.csv"
-    _write(paths[0], {"benchmark": name, "machine": machine, "rows": list(rows)})
-    try:
-        write_text(paths[1], _csv(rows))
-    except OSError as e:
-        raise UserError(f"cannot write {paths[1]}: {e.strerror}") from e
+    _write(paths[0], _json({"benchmark": name, "machine": machine, "rows": list(rows)}))
+    _write(paths[1], _csv(rows))
     return paths
 
 
@@ -64,7 +61,7 @@ class Saving:
         """Keep one more row."""
         self.rows.append(row)
         document = {"benchmark": self.name, "machine": self._describe(), "rows": self.rows}
-        _write(self.path, {**document, "complete": False})
+        _write(self.path, _json({**document, "complete": False}))
 
     def finish(self) -> tuple[Path, Path]:
         """`save` all of them and remove the partial file."""
@@ -78,10 +75,10 @@ class Saving:
         leave(self._place, self._lock)
 
 
-def _write(path: Path, document: Row) -> None:
+def _write(path: Path, text: str) -> None:
     _make(path.parent)
     try:
-        write_text(path, json.dumps(document, indent=1) + "\n")
+        write_text(path, text)
     except OSError as e:
         raise UserError(f"cannot write {path}: {e.strerror}") from e
 
@@ -145,6 +142,10 @@ def show(value: Any) -> str:
             return f"{value:.1e}"
         return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
     return str(value)
+
+
+def _json(document: Row) -> str:
+    return json.dumps(document, indent=1) + "\n"
 
 
 def _csv(rows: Iterable[Row]) -> str:
