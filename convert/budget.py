@@ -12,16 +12,15 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import mlx.core as mx
 
-from mlx_kda.errors import UserError
-
+from ..errors import UserError
+from ..weights.quantization import MODES, Packing
+from ..weights.reader import Reader
+from ..weights.steps import Progress, Read, Step
+from ..weights.tensor_files import Spec
 from .journal import Journal
 from .layout import Layout
 from .quantise import cast, finish_step
-from .reader import Reader
-from .recipe import MODES, Packing
 from .sensitivity import sensitivity
-from .steps import Progress, Read, Step
-from .tensor_files import Spec
 
 SLICE = 1 << 24  # elements measured at a time
 Point = tuple[int, float, Packing | None]  # bytes, error, packing

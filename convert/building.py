@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mlx_kda import locks
-from mlx_kda.errors import UserError
-from mlx_kda.files import sync_folder
-
+from .. import locks
+from ..errors import UserError
+from ..files import sync_folder
 from .journal import Journal
 from .output import partial_of
 

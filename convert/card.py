@@ -3,8 +3,7 @@
 import shlex
 from pathlib import Path
 
-from mlx_kda.words import size
-
+from ..format import size
 from .layout import Wish
 from .report import ConversionReport
 

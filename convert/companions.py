@@ -4,12 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_kda.tokenizer import end_ids, read_tokenizer, write_tokenizer
-
+from ..tokenizer import end_ids, read_tokenizer, write_tokenizer
+from ..weights.source import Source, read_json
 from .layout import Layout
 from .output import copy_file, write_json
 from .report import ConversionReport
-from .source import Source, read_json
 
 GENERATION = "generation_config.json"
 

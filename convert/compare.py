@@ -17,16 +17,15 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_kda.errors import CheckpointError
-from mlx_kda.layers import RMSNorm
-from mlx_kda.models.hybrid import DecoderLayer
-
+from ..errors import CheckpointError
+from ..layers import RMSNorm
+from ..models.families import tensor_family
+from ..models.hybrid import DecoderLayer
+from ..weights.steps import Progress
 from .divergence import Divergence
-from .families import tensor_family
 from .layout import Layout
 from .routed import Routed
 from .side import EMBEDDING, HEAD, NORM, Side, Weights
-from .steps import Progress
 from .weight_errors import FamilyError, noisy, squares, weight_bound
 from .weights import LAYERS, plain_shapes, units
 

@@ -5,10 +5,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_kda.errors import CheckpointError, UserError
-
-from .families import by_family, map_checkpoint
-from .source import open_source
+from ..errors import CheckpointError, UserError
+from ..models.families import by_family, map_checkpoint
+from ..weights.source import open_source
 
 
 @dataclass

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mlx_kda.errors import UserError
-from mlx_kda.files import write_text
+from ..errors import UserError
+from ..files import write_text
 
 BEGUN, MEASURED = ".resume.json", ".measured.jsonl"
 FACTS = ("bytes", "sha256", "holds", "sources")  # of a finished weight file

@@ -10,19 +10,19 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_kda import __version__
-from mlx_kda.errors import UserError
-from mlx_kda.models.hybrid_config import HybridConfig
-from mlx_kda.words import size
-
-from .background import WAITING_BYTES
-from .families import map_checkpoint, tensor_family
+from .. import __version__
+from ..errors import UserError
+from ..format import size
+from ..models.families import map_checkpoint, tensor_family
+from ..models.hybrid_config import HybridConfig
+from ..models.tensor_roles import CONVOLUTION
+from ..weights.background import WAITING_BYTES
+from ..weights.source import Source
+from ..weights.source_view import View, view
+from ..weights.steps import PIECE_BYTES, Mapping
+from ..weights.tensor_files import DTYPE_WORDS, Spec
 from .quantise import Finished, finish_step, is_cast
-from .recipe import CONVOLUTION, Recipe
-from .source import Source
-from .steps import PIECE_BYTES, Mapping
-from .tensor_files import DTYPE_WORDS, Spec
-from .view import View, view
+from .recipe import Recipe
 
 IDLE_BYTES = 300_000_000  # Python, MLX and what the headers take
 
@@ -111,7 +111,7 @@ class Layout:
         installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if 2 * self.peak_bytes <= installed:  # the rule; what looks closer takes seconds to import
             return None
-        from mlx_kda.plan import machine
+        from ..plan import machine
 
         total = machine().total
         if self.peak_bytes <= total:

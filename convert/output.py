@@ -11,10 +11,9 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from mlx_kda.errors import UserError
-from mlx_kda.files import new_file, write_text
-from mlx_kda.words import size
-
+from ..errors import UserError
+from ..files import new_file, write_text
+from ..format import size
 from .report import WRITER, ConversionReport
 
 REPORT = "conversion.json"

@@ -5,16 +5,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlx_kda.plan import FLOATS, machine, need
-from mlx_kda.words import size
-
+from ..format import size
+from ..models.families import by_family, tensor_family
+from ..plan import FLOATS, machine, need
+from ..weights.quantization import Packing
+from ..weights.source import Source, open_source
 from .budget import bytes_to_spend, fewest_bits
-from .families import by_family, tensor_family
 from .layout import Layout, Wish, bits_by_family, lay_out
 from .output import free_space, named, partial_of, size_of, space_problem
-from .recipe import Packing
 from .shards import SHARD_BYTES, into_shards
-from .source import Source, open_source
 
 CONTEXTS = {"8K": 8 * 1024, "128K": 128 * 1024, "1M": 1024 * 1024}
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
-from mlx_kda.errors import UserError
-
-from .builder import FLOATS
-from .recipe import Packing, Recipe
-from .steps import Pieces, Read, Step
-from .tensor_files import Spec
+from ..errors import UserError
+from ..weights.quantization import Packing
+from ..weights.steps import Pieces, Read, Step
+from ..weights.tensor_files import Spec
+from ..weights.weight_mapping import FLOATS
+from .recipe import Recipe
 
 FLOAT32 = re.compile(r"\.(A_log|dt_bias|e_score_correction_bias|global_scale)$")
 

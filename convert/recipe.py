@@ -7,83 +7,18 @@ there. The router has 8 affine bits, or more of them. A rule that the user gives
 before all that.
 """
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-import mlx.core as mx
+from ..errors import UserError
+from ..models.tensor_roles import CONVOLUTION, GATE_PATH, ROUTER, ROUTER_PACKING
+from ..weights.quantization import Packing
+from ..weights.tensor_files import Spec
+from ..weights.weight_mapping import FLOATS
 
-from mlx_kda.errors import UserError
-
-from .builder import FLOATS
-from .tensor_files import Spec
-
-# mode -> (bits allowed, default bits, group sizes allowed, default group size)
-MODES = {
-    "affine": ((2, 3, 4, 5, 6, 8), 4, (32, 64, 128), 64),
-    "mxfp4": ((4,), 4, (32,), 32),
-    "mxfp8": ((8,), 8, (32,), 32),
-    "nvfp4": ((4,), 4, (16,), 16),
-}
-GATE_PATH = re.compile(r"\.self_attn\.(b_proj|f_a_proj|f_b_proj|g_a_proj|g_b_proj)$")
-ROUTER = re.compile(r"\.mlp\.gate$")
-CONVOLUTION = re.compile(r"_conv\.conv$")
 KEEP = "keep"
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How one weight is quantised, in the words of mlx-lm's config."""
-
-    bits: int
-    group_size: int
-    mode: str = "affine"
-
-    @classmethod
-    def make(cls, bits: int | None, group_size: int | None, mode: str, asked: str) -> "Packing":
-        """A packing that MLX has, the mode's own numbers where none are given.
-
-        Raises UserError, naming what was `asked` for, where the mode does not have them.
-        """
-        if mode not in MODES:
-            raise UserError(f"{asked} {mode} is not known: choose from {', '.join(MODES)}")
-        all_bits, default_bits, all_groups, default_group = MODES[mode]
-        bits = default_bits if bits is None else bits
-        group_size = default_group if group_size is None else group_size
-        if bits not in all_bits:
-            raise UserError(f"{asked} {mode} has no {bits} bits: choose {_one_of(all_bits)}")
-        if group_size not in all_groups:
-            raise UserError(
-                f"{asked} {mode} has no group size {group_size}: choose {_one_of(all_groups)}"
-            )
-        return cls(bits, group_size, mode)
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Stored bits a weight, with its share of scales and biases of 16 bits (or scales of 8)."""
-        return self.bits + (32 if self.mode == "affine" else 8) / self.group_size
-
-    def fits(self, width: int) -> bool:
-        """Whether rows of this width can be packed."""
-        return width % self.group_size == 0 and width * self.bits % 32 == 0
-
-    def as_config(self) -> dict:
-        """The entry of config.json."""
-        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
-
-    def outputs(self, path: str, spec: Spec) -> dict[str, Spec]:
-        """The tensors that a plain weight of this spec becomes."""
-        *rows, width = spec.shape
-        scales = Spec((*rows, width // self.group_size), spec.dtype)
-        packed = {f"{path}.weight": Spec((*rows, width * self.bits // 32), mx.uint32)}
-        if self.mode == "affine":
-            return packed | {f"{path}.scales": scales, f"{path}.biases": scales}
-        return packed | {f"{path}.scales": Spec(scales.shape, mx.uint8)}
-
-
-ROUTER_PACKING = Packing(8, 64)
 
 
 @dataclass(frozen=True)
@@ -243,7 +178,3 @@ class Recipe:
         rule = self._rule(path)
         if rule is not None and not CONVOLUTION.search(path):
             self.used.add(rule.text)
-
-
-def _one_of(values: tuple[int, ...]) -> str:
-    return " or ".join(map(str, values))

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from mlx_kda.words import size
+from ..format import size
 
 WRITER = "mlx-kda"
 

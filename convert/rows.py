@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import mlx.core as mx
 import numpy as np
 
+from ..weights.reader import Reader
+from ..weights.source_view import Made
+from ..weights.steps import Read, Step
+from ..weights.tensor_files import as_array, read_bytes, rows_of
 from .layout import Layout
-from .reader import Reader
-from .steps import Read, Step
-from .tensor_files import as_array, read_bytes, rows_of
-from .view import Made
 
 BLOCK = 1 << 24  # elements read at a time
 PARTS = ("weight", "scales", "biases")

@@ -5,15 +5,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_kda import __version__
-from mlx_kda.errors import UserError
-from mlx_kda.files import write_text
-
+from .. import __version__
+from ..errors import UserError
+from ..files import write_text
+from ..models.families import by_family
+from ..weights.source import INDEX, open_source
+from ..weights.steps import Progress
 from .budget import spend
 from .building import LOCK, building, locked, tidy
 from .card import CARD, PAGE, card, command, page
 from .companions import Companions, read_companions, write_companions
-from .families import by_family
 from .journal import Journal, source_hash
 from .layout import Layout, Wish, bits_by_family, changed_dtypes, identity_hash, lay_out
 from .output import (
@@ -30,8 +31,6 @@ from .output import (
 from .quantise import Finished
 from .report import ConversionReport, starred
 from .shards import SHARD_BYTES, holds, into_shards, outputs_of, write_weights
-from .source import INDEX, open_source
-from .steps import Progress
 from .written_config import written_config
 
 

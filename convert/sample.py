@@ -5,7 +5,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_kda.errors import UserError
+from ..errors import UserError
 
 ROW = 512  # tokens of one text; a longer one is cut into several
 TEXT = """The river had been low all summer, so when the rain came in September nobody minded at
@@ -81,7 +81,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def _encode(folder: Path, text: str) -> list[int]:
-    from mlx_kda.tokenizer import load_tokenizer
+    from ..tokenizer import load_tokenizer
 
     if not has_tokenizer(folder):
         raise UserError(f"{folder} has no tokenizer: give --tokens a .json file of ids")

@@ -5,15 +5,14 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
-from mlx_kda.files import new_file
-
+from ..files import new_file
+from ..weights.reader import Reader
+from ..weights.steps import Pieces, Progress
+from ..weights.tensor_files import Spec
+from ..weights.writing import write_file
 from .journal import Journal
 from .layout import Layout
 from .quantise import Finished
-from .reader import Reader
-from .steps import Pieces, Progress
-from .tensor_files import Spec
-from .writing import write_file
 
 SHARD_BYTES = 5_000_000_000
 

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
+from ..weights.reader import Reader
+from ..weights.steps import Step
 from .layout import Layout
-from .reader import Reader
 from .rows import Rows
-from .steps import Step
 from .weights import plain_weights, unit_of
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"

@@ -7,23 +7,22 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_kda.errors import CheckpointError
-from mlx_kda.tokenizer.control import ControlTokens
-from mlx_kda.tokenizer.detokenizer import ByteDetokenizer, token_pieces
-from mlx_kda.tokenizer.files import token_name
-
-from .builder import FLOATS, listed
+from ..errors import CheckpointError
+from ..tokenizer.control import ControlTokens
+from ..tokenizer.detokenizer import ByteDetokenizer, token_pieces
+from ..tokenizer.files import token_name
+from ..weights.reader import Reader
+from ..weights.source import INDEX, Source, read_json, read_placed
+from ..weights.steps import Progress
+from ..weights.tensor_files import DTYPE_WORDS, in_pieces, read_header
+from ..weights.weight_mapping import FLOATS, listed
 from .checks import Verification
 from .companions import read_companions
 from .journal import file_hash
 from .layout import Layout
 from .output import REPORT
 from .quantise import is_cast, is_finite
-from .reader import Reader
 from .sample import TEXT, has_tokenizer
-from .source import INDEX, Source, read_json, read_placed
-from .steps import Progress
-from .tensor_files import DTYPE_WORDS, in_pieces, read_header
 
 PIECE = 32_000_000  # bytes looked at at a time
 

@@ -3,24 +3,17 @@
 from pathlib import Path
 from typing import Any
 
-from mlx_kda.errors import CheckpointError, UserError
-
-from .builder import listed
+from ..errors import CheckpointError, UserError
+from ..models.families import by_family, parse_config
+from ..weights.source import open_source, read_config
+from ..weights.steps import Progress
+from ..weights.weight_mapping import listed
 from .checks import Verification
-from .families import by_family, parse_config
 from .journal import digest_of
 from .layout import Layout, Wish, lay_out
 from .output import read_report
 from .sample import sample_tokens
-from .soundness import (
-    check_files,
-    check_index,
-    check_shapes,
-    check_tokenizer,
-    check_values,
-)
-from .source import open_source, read_config
-from .steps import Progress
+from .soundness import check_files, check_index, check_shapes, check_tokenizer, check_values
 
 # Beside the source with noise as large as the rounding (see `compare`): its KL divergence times
 # the first, its top-1 agreement less the second.

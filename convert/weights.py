@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
+from ..weights.source_view import View
+from ..weights.steps import Mapping, Read, Step
 from .layout import Layout
-from .steps import Mapping, Read, Step
-from .view import View
 
 LAYERS = "model.layers."
 

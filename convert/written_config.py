@@ -4,10 +4,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_kda.models.config import DENSE, KDA, MOE, KimiLinearConfig
-from mlx_kda.models.fla_kda_config import FlaKdaConfig
-
-from . import fla_kda
+from ..models import fla_kda_weights as fla_kda
+from ..models.config import DENSE, KDA, MOE, KimiLinearConfig
+from ..models.fla_kda_config import FlaKdaConfig
 
 # Remote code, other quantisers' settings, and what is written anew.
 DROPPED = {

@@ -8,7 +8,7 @@ The call is that of mx.fast.metal_kernel. On an Apple GPU, leave `runner` out.
 import mlx.core as mx
 import numpy as np
 
-from mlx_kda.kernels import KernelFault, metal_kernel
+from mlx_kda.runners import KernelFault, metal_kernel
 
 # One thread a channel walks along the text: a running sum that decays.
 SOURCE = """

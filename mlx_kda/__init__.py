@@ -9,10 +9,10 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "kda": "ops",
+    "kda": "attention",
     "kda_ref": "ops",
     "kda_chunk_ref": "ops",
-    "explain": "ops",
+    "explain": "attention",
     "softplus_gate": "ops",
     "bounded_gate": "ops",
     "load": "models",

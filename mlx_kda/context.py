@@ -7,11 +7,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_kda.cache import Policy, marks
-from mlx_kda.cache.checkpoints import Checkpoint, Checkpoints
-from mlx_kda.cache.making import cache_maker
-from mlx_kda.errors import UserError
-from mlx_kda.forward import (
+from .cache import Policy
+from .cache import snapshot as marks
+from .cache.checkpoints import Checkpoint, Checkpoints
+from .cache.making import cache_maker
+from .errors import UserError
+from .sampling import LogitsProcessor, Sampler, Sampling
+from .step import (
     NonFiniteLogits,
     cache_arrays,
     check_finite,
@@ -21,8 +23,7 @@ from mlx_kda.forward import (
     prefill_step,
     takes_last_only,
 )
-from mlx_kda.history import History
-from mlx_kda.sampling import LogitsProcessor, Sampler, Sampling
+from .token_buffer import History
 
 # Every so many decoded tokens MLX's cache of free buffers is emptied, so that buffers of
 # lengths that will not come again (attention over a growing cache) do not pile up.

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mlx_kda.errors import UserError
-from mlx_kda.files import cache_dir
+from .errors import UserError
+from .files import cache_dir
 
 CHECKPOINT = Path("examples") / "tiny-kimi-linear"
 BITS = 4
@@ -104,7 +104,7 @@ def default_model(say: Callable[[str], None]) -> Path:
     where there is neither a checkpoint nor what was made of it before, and where the folder cannot
     be written.
     """
-    from mlx_kda.convert import convert
+    from .convert import convert
 
     dtype = working_dtype()
     folder = cache_dir() / f"{CHECKPOINT.name}-{BITS}bit-{dtype or 'source'}"

@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from . import __version__, words
+from . import __version__, format
 from .errors import UserError
 from .files import cache_dir, write_text
 from .kernels.layer import warm_up
@@ -211,8 +211,8 @@ def _say(line: str) -> None:
 
 
 def describe(verdict: Verdict) -> str:
-    """One verdict in words."""
-    what = f"{verdict.kernel} on {words.tokens(verdict.tokens)}"
+    """One verdict in format."""
+    what = f"{verdict.kernel} on {format.tokens(verdict.tokens)}"
     if verdict.ok and verdict.error is not None:
         return f"{what}: error {verdict.error:.1e}, at most {verdict.bound:.0e}"
     if verdict.kernel == NONE:

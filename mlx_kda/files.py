@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from mlx_kda import locks
+from . import locks
 
 
 def cache_dir() -> Path:

@@ -16,10 +16,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_kda import lookup
-from mlx_kda.context import Context, Progress
-from mlx_kda.errors import UserError
-from mlx_kda.sampling import LogitsProcessor, Sampler, Sampling
+from . import prompt_lookup as lookup
+from .context import Context, Progress
+from .errors import UserError
+from .sampling import LogitsProcessor, Sampler, Sampling
 
 
 @dataclass

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_kda.cache import Policy
-from mlx_kda.cache.report import describe
-from mlx_kda.cache.rows import WORKSPACE
-from mlx_kda.errors import UserError
-from mlx_kda.forward import prefill_step
-from mlx_kda.models.hybrid_config import KDA, MLA, MOE, HybridConfig
-from mlx_kda.words import size as words
+from .cache import Policy
+from .cache.quantized_rows import WORKSPACE
+from .cache.report import describe
+from .errors import UserError
+from .format import size as words
+from .models.hybrid_config import KDA, MLA, MOE, HybridConfig
+from .step import prefill_step
 
 POLICIES = ("exact", "int8", "int4", "window:4096+16", "window:4096+16,int8")
 FLOATS = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}

@@ -11,13 +11,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_kda.cache import DEFAULT_BUDGET, Policy, files, marks
-from mlx_kda.cache.checkpoints import Checkpoint
-from mlx_kda.cache.report import LayerReport, report
-from mlx_kda.context import Context, Progress
-from mlx_kda.errors import CheckpointError, UserError
-from mlx_kda.generate import Piece, Statistics, decode_text, encode_prompt, stream_generate
-from mlx_kda.messages import Message, Transcript, checked
+from .cache import DEFAULT_BUDGET, Policy, files
+from .cache import snapshot as marks
+from .cache.checkpoints import Checkpoint
+from .cache.report import LayerReport, report
+from .context import Context, Progress
+from .errors import CheckpointError, UserError
+from .generate import Piece, Statistics, decode_text, encode_prompt, stream_generate
+from .transcript import Message, Transcript, checked
 
 CHECKPOINT_EVERY = 8192
 

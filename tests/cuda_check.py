@@ -26,11 +26,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from helpers import layer64, on_cuda, plain_cuda, sanitizer  # noqa: E402
 from helpers.kernels import OPS, as_dtype, f32, law, memory, numpy, rounded, run, step  # noqa: E402
 
-from mlx_kda import oracle  # noqa: E402
 from mlx_kda.kernels.epilogue import kda_epilogue  # noqa: E402
 from mlx_kda.kernels.prologue import kda_prologue  # noqa: E402
 from mlx_kda.kernels.route import moe_route  # noqa: E402
 from mlx_kda.layers import MoE  # noqa: E402
+from mlx_kda.ops import reference64 as oracle  # noqa: E402
 
 RUNNER = "cuda"
 MODES = {

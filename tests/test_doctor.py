@@ -10,8 +10,8 @@ from mlx_kda import doctor
 from mlx_kda.cli.doctor import RUNNERS
 from mlx_kda.cli.main import main
 from mlx_kda.kernels import layer as kernels
-from mlx_kda.kernels import runner
 from mlx_kda.layers import KimiDeltaAttention, moe
+from mlx_kda.runners import kernel as runner
 
 
 @pytest.fixture(autouse=True)

@@ -2,12 +2,10 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from helpers.paths import EXAMPLES
 from helpers.paused import LIMIT
-
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
 def _run(name: str, *arguments: str) -> str:

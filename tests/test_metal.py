@@ -9,8 +9,9 @@ import pytest
 from helpers.tiny import difference, tiny_model, tokens
 from tolerances import CHUNK_OVER_SEQUENTIAL, LAYER_FLOAT32
 
-from mlx_kda import doctor, kda, oracle
+from mlx_kda import doctor, kda
 from mlx_kda.layers import KimiDeltaAttention, MoE
+from mlx_kda.ops import reference64 as oracle
 
 RUNNER = "metal"
 pytestmark = pytest.mark.skipif(not mx.metal.is_available(), reason="no Apple GPU")

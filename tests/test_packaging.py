@@ -8,13 +8,12 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from pathlib import Path
 
 import pytest
+from helpers.paths import ROOT
 
 import mlx_kda
 
-ROOT = Path(__file__).parent.parent
 NAMES = ("kda", "kda_ref", "kda_chunk_ref", "softplus_gate", "bounded_gate", "explain", "load")
 
 

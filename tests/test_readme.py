@@ -3,13 +3,13 @@
 import io
 import re
 import shlex
-from pathlib import Path
 
 import pytest
+from helpers.paths import ROOT
 
 from mlx_kda.cli.main import COMMANDS, build_parser, main
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.S)
 COMMAND_LINES = [
     line
@@ -51,7 +51,7 @@ def test_options_in_the_text_are_options():
 
 
 def test_chat_commands_in_the_text_are_commands():
-    from mlx_kda.cli.talk import HELP
+    from mlx_kda.cli.chat_commands import HELP
 
     for word in re.findall(r"`(/[a-z]+)`", README):
         assert f"{word} " in HELP, word

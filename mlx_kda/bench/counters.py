@@ -1,7 +1,7 @@
 """`bench counters`: our kernels beside mlx-lm's and MLX's, counted in the same emulator.
 
-The counts are exact; the core-cycles are a model of M1-class cores (`mlx_kda.kernels.counts`), and
-nothing here was measured on a GPU.
+The counts are exact; the core-cycles are a model of M1-class cores (`mlx_kda.runners.counters`),
+and nothing here was measured on a GPU.
 """
 
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..kernels.counts import MODEL, Counts, count, counting
-from ..kernels.runner import metal_kernel
+from ..runners.counters import MODEL, Counts, count, counting
+from ..runners.kernel import metal_kernel
 
 COUNTER = "emulator-count"
 

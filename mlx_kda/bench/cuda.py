@@ -1,8 +1,8 @@
 """`bench cuda`: every path that runs on a CUDA GPU, on the same inputs, in one process.
 
 Candidates take turns within a configuration. Inputs are those of two heads, made by
-`mlx_kda.oracle` from one seed, rounded to the candidate's dtype and repeated over the heads; the
-truth is the float64 recurrence on exactly what the candidate was given.
+`mlx_kda.ops.reference64` from one seed, rounded to the candidate's dtype and repeated over the
+heads; the truth is the float64 recurrence on exactly what the candidate was given.
 """
 
 import importlib
@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import oracle
 from ..errors import UserError
+from ..ops import reference64 as oracle
 from .timing import STEADY, spread
 
 D = 128

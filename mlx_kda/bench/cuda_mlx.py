@@ -6,12 +6,13 @@ from functools import cache, partial
 import mlx.core as mx
 import numpy as np
 
+from ..attention import kda
 from ..errors import UserError
-from ..kernels import metal_kernel
 from ..kernels.chunk import kda_chunk
 from ..kernels.recurrent import kda_recurrent
-from ..ops import kda, kda_chunk_ref
-from ..oracle import Inputs
+from ..ops import kda_chunk_ref
+from ..ops.reference64 import Inputs
+from ..runners import metal_kernel
 from .cuda import Candidate
 from .shipped import mlx_lm_call, mlx_lm_gated_delta
 

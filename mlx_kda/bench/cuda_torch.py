@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..errors import UserError
-from ..oracle import Inputs
+from ..ops.reference64 import Inputs
 from .cuda import LOWER_BOUND, Candidate
 
 

@@ -13,9 +13,9 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from ..forward import GPU_STEP
 from ..layers import blas_layout
 from ..plan import machine
+from ..step import GPU_STEP
 from .graph import launches, state_arrays
 from .subject import Subject
 from .timing import interleave

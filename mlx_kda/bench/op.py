@@ -6,8 +6,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .. import oracle
-from ..ops import explain, kda
+from ..attention import explain, kda
+from ..ops import reference64 as oracle
 from .timing import interleave
 
 # The oracle is a float64 loop: the error is taken over this many heads and tokens at most.

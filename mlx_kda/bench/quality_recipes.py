@@ -14,11 +14,12 @@ from typing import Any
 
 from ..convert import convert
 from ..convert.budget import errors_of
-from ..convert.families import TENSOR_FAMILIES, tensor_family
 from ..convert.layout import Wish, lay_out
-from ..convert.recipe import CONVOLUTION, Packing
-from ..convert.source import open_source
 from ..errors import UserError
+from ..models.families import TENSOR_FAMILIES, tensor_family
+from ..models.tensor_roles import CONVOLUTION
+from ..weights.quantization import Packing
+from ..weights.source import open_source
 
 AFFINE_BITS = (8, 6, 5, 4, 3, 2)
 FAMILIES = (

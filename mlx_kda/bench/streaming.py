@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from ..words import size as words
+from ..format import size as words
 from .streaming_tasks import KILL_SHARD_BYTES, SHARD_BYTES, killed, measured
 
 RECIPES = {"bfloat16": None, "4 bits": 4}
@@ -23,8 +23,8 @@ SLACK = 1_000_000_000
 
 def tensor_hashes(folder: Path) -> dict[str, str]:
     """Tensor name -> SHA-256 of dtype, shape and bytes."""
-    from ..convert.source import read_tensors
-    from ..convert.tensor_files import read_bytes
+    from ..weights.source import read_tensors
+    from ..weights.tensor_files import read_bytes
 
     hashes = {}
     for name, stored in read_tensors(folder).items():
@@ -43,7 +43,7 @@ def file_hashes(folder: Path) -> dict[str, str]:
 
 def largest_layer(source: Path) -> int:
     """Bytes of the largest layer."""
-    from ..convert.source import read_tensors
+    from ..weights.source import read_tensors
 
     sizes: dict[str, int] = {}
     for name, stored in read_tensors(source).items():

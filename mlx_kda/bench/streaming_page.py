@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from ..words import size
+from ..format import size
 from .streaming_tasks import KILL_SHARD_BYTES, SHARD_BYTES
 
 LIMIT = 1.3  # times the seconds of a plain copy and quantisation

@@ -38,7 +38,7 @@ def plain(source: Path, out: Path, bits: int | None, _: int) -> None:
     """
     import mlx.core as mx
 
-    from ..convert.writing import array_bytes
+    from ..weights.writing import array_bytes
 
     out.mkdir()
     for file in sorted(source.glob("*.safetensors")):
@@ -62,7 +62,7 @@ def at_once(source: Path, out: Path, bits: int | None, _: int) -> None:
     import mlx.core as mx
 
     from ..convert.layout import Wish, lay_out
-    from ..convert.source import open_source
+    from ..weights.source import open_source
 
     layout = lay_out(open_source(source), Wish(q_bits=bits))
     arrays: dict[str, mx.array] = {}

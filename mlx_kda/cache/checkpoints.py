@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from . import DEFAULT_BUDGET
-from .marks import Mark, nbytes
+from .snapshot import Mark, nbytes
 
 NEWEST_KEPT = 2  # automatic ones that thinning leaves alone: the last turn's
 

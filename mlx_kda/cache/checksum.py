@@ -10,8 +10,8 @@ from typing import BinaryIO
 
 import mlx.core as mx
 
-from ..convert.tensor_files import Spec, Stored, as_array, read_bytes
 from ..errors import CheckpointError
+from ..weights.tensor_files import Spec, Stored, as_array, read_bytes
 
 NAME, BYTES = "crc32", 4
 SPEC = Spec((BYTES,), mx.uint8)

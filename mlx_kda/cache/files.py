@@ -21,17 +21,17 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .. import __version__
-from ..convert.tensor_files import Spec, read_header
-from ..convert.writing import write_file
 from ..errors import CheckpointError, UserError
 from ..files import new_file, sync_folder
+from ..weights.tensor_files import Spec, read_header
+from ..weights.writing import write_file
 from . import checksum
 from .checkpoints import NEWEST_KEPT, Checkpoint
 from .fingerprint import fingerprint
 from .header import FORMAT, VERSION, check_session
+from .latent_storage import Blocks, Ring
 from .latents import LatentCache, packing
-from .marks import mark
-from .store import Blocks, Ring
+from .snapshot import mark
 
 PIECE_BYTES = 8_000_000  # of latents, copied at a time while they are written
 WAITING = 4 * PIECE_BYTES  # that may be copied before they are written

@@ -5,9 +5,9 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import UserError
+from .latent_storage import Blocks, Ring
 from .policy import SHARED_BITS, Policy, group_size
-from .rows import PLAIN, Causal, Packing, Part, Seen
-from .store import Blocks, Ring
+from .quantized_rows import PLAIN, Causal, Packing, Part, Seen
 
 
 class LatentCache:

@@ -9,13 +9,13 @@ commands: /help.
 import argparse
 from typing import TYPE_CHECKING
 
-from mlx_kda.cli import checks, loading, output, parsing
-from mlx_kda.cli.keeping import Keeper
-from mlx_kda.cli.options import add_memory, add_sampling, sampling_options
-from mlx_kda.cli.stopping import ending
+from . import checks, loading, output, parsing
+from .options import add_memory, add_sampling, sampling_options
+from .session_file import Keeper
+from .signals import ending
 
 if TYPE_CHECKING:
-    from mlx_kda.session import Session
+    from ..session import Session
 
 SUMMARY = "talk with a model"
 EXAMPLE = (
@@ -67,8 +67,8 @@ def _talk(args: argparse.Namespace, keeper: Keeper) -> int:
         args.model = _small_model()
     args.model = loading.locate(args.model)
 
-    from mlx_kda.cli.talk import Talk
-    from mlx_kda.cli.terminal import Terminal
+    from .chat_commands import Talk
+    from .terminal import Terminal
 
     session = _session(args, args.resume or (args.session if keeper.found else None))
     talk = Talk(session, sampling_options, keeper)
@@ -94,7 +94,7 @@ def _talk(args: argparse.Namespace, keeper: Keeper) -> int:
 
 def _small_model() -> str:
     """The folder of the model for a chat that names none."""
-    from mlx_kda.demo import CHECKPOINT, default_model
+    from ..demo import CHECKPOINT, default_model
 
     folder = default_model(output.note)
     output.note(f"no MODEL was named: this is {CHECKPOINT.name}, which knows common nouns")
@@ -103,9 +103,9 @@ def _small_model() -> str:
 
 def _session(args: argparse.Namespace, source: str | None) -> "Session":
     """The session of a file, or a new one; what does not need the weights is checked before."""
-    from mlx_kda.messages import chat_ids
-    from mlx_kda.session import Session
-    from mlx_kda.tokenizer import load_tokenizer
+    from ..session import Session
+    from ..tokenizer import load_tokenizer
+    from ..transcript import chat_ids
 
     loading.check_memory(args, args.max_tokens, args.policy)
     tokenizer = load_tokenizer(args.model)

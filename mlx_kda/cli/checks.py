@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mlx_kda.cache.header import check_session
-from mlx_kda.convert.folders import find_folder, read_config, refuse_without_weights
-from mlx_kda.errors import CheckpointError, UserError
-from mlx_kda.models import read_config as parse_config
+from ..cache.header import check_session
+from ..errors import CheckpointError, UserError
+from ..models import read_config as parse_config
+from ..weights.folders import find_folder, read_config, refuse_without_weights
 
 
 def checkpoint(path: str) -> Any:

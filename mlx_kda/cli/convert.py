@@ -8,11 +8,11 @@ import argparse
 import json
 import re
 
-from mlx_kda.cli import checks, output, parsing
-from mlx_kda.cli.options import BITS
-from mlx_kda.cli.stopping import ending
-from mlx_kda.convert.folders import HUB_ID
-from mlx_kda.errors import UserError
+from ..errors import UserError
+from ..weights.folders import HUB_ID
+from . import checks, output, parsing
+from .options import BITS
+from .signals import ending
 
 SUMMARY = "convert a Hugging Face checkpoint to MLX"
 EXAMPLE = (
@@ -127,7 +127,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace, wish: dict) -> int:
-    from mlx_kda.convert import convert, hub
+    from ..convert import convert
+    from ..weights import hub
 
     with output.progress("converting", unit="MB") as bar:
         report = convert(
@@ -155,7 +156,7 @@ def _convert(args: argparse.Namespace, wish: dict) -> int:
 
 
 def _plan(args: argparse.Namespace, wish: dict) -> int:
-    from mlx_kda.convert import plan
+    from ..convert import plan
 
     found = plan(args.source, args.out, **wish, revision=args.revision, shard_bytes=args.shard_size)
     if args.json:

@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_kda.cli import checks, loading, output, parsing, reports
-from mlx_kda.cli.options import BITS, POLICY
-from mlx_kda.cli.stopping import ending
-from mlx_kda.errors import UserError
-from mlx_kda.words import size
+from ..errors import UserError
+from ..format import size
+from . import checks, loading, output, parsing, reports
+from .options import BITS, POLICY
+from .signals import ending
 
 if TYPE_CHECKING:
-    from mlx_kda.convert import ConversionReport
-    from mlx_kda.generate import Piece, Statistics
-    from mlx_kda.session import Session
+    from ..convert import ConversionReport
+    from ..generate import Piece, Statistics
+    from ..session import Session
 
 SUMMARY = "convert a small checkpoint and show what it can do"
 EXAMPLE = (
@@ -68,14 +68,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from mlx_kda.demo import find_checkpoint, scratch_folder
+    from ..demo import find_checkpoint, scratch_folder
 
     source = find_checkpoint(args.source)
     config = checks.checkpoint(args.source or str(source))
     if config is not None:
         loading.note_policy(config, args.policy)
 
-    from mlx_kda.tokenizer import load_tokenizer
+    from ..tokenizer import load_tokenizer
 
     start = time.perf_counter()
     policy = str(args.policy or "exact")
@@ -97,8 +97,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _convert(source: Path, out: Path, bits: int) -> "ConversionReport":
     """Plan, convert and report, in front of the user."""
-    from mlx_kda.convert import convert, plan
-    from mlx_kda.demo import working_dtype
+    from ..convert import convert, plan
+    from ..demo import working_dtype
 
     dtype = working_dtype()
     output.heading(f"Converting {source} to {bits} bits")
@@ -126,9 +126,9 @@ def _convert(source: Path, out: Path, bits: int) -> "ConversionReport":
 
 def _converse(model: Any, tokenizer: Any, policy: str, max_tokens: int) -> None:
     """Three questions, where the model has a chat template, and a text to go on from."""
-    from mlx_kda.demo import OPENING, QUESTIONS
-    from mlx_kda.generate import Statistics
-    from mlx_kda.session import Session
+    from ..demo import OPENING, QUESTIONS
+    from ..generate import Statistics
+    from ..session import Session
 
     if tokenizer.has_chat_template:
         output.heading("Three questions in one conversation; each turn reads its new tokens only")
@@ -150,8 +150,8 @@ def _converse(model: Any, tokenizer: Any, policy: str, max_tokens: int) -> None:
 
 def _find_key(model: Any, tokenizer: Any, policy: str, tokens: int) -> "tuple[Session, str]":
     """Hide a pass key in a long text and ask for it, with memory and speed as it is read."""
-    from mlx_kda.demo import KEY, KEY_QUESTION, haystack
-    from mlx_kda.session import Session
+    from ..demo import KEY, KEY_QUESTION, haystack
+    from ..session import Session
 
     session = Session(model, tokenizer, policy, prefill_step=_step())
     if session.context.limit is not None:
@@ -172,7 +172,7 @@ def _find_key(model: Any, tokenizer: Any, policy: str, tokens: int) -> "tuple[Se
 
 def _step() -> int:
     """Tokens of the long text read at a time: few enough for its progress to be seen."""
-    from mlx_kda.forward import prefill_step
+    from ..step import prefill_step
 
     return min(SHOWN, prefill_step())
 
@@ -187,7 +187,7 @@ def _ask(session: "Session", text: str, progress: Any = None) -> "Iterator[Piece
 
 def _reading(session: "Session", done: int, total: int, rate: float) -> str:
     """Where the reading of a long text is, and what it holds."""
-    from mlx_kda.generate import peak_memory
+    from ..generate import peak_memory
 
     held = {"kda": 0, "mla": 0}
     for layer in session.layers():
@@ -201,8 +201,8 @@ def _reading(session: "Session", done: int, total: int, rate: float) -> str:
 
 def _resume(session: "Session", answer: str, path: Path) -> None:
     """Save the session and load it; both must go on alike, without reading the text again."""
-    from mlx_kda.demo import KEY_QUESTION
-    from mlx_kda.session import Session
+    from ..demo import KEY_QUESTION
+    from ..session import Session
 
     output.heading("Saving that session, loading it, and asking again")
     start = time.perf_counter()
@@ -227,7 +227,7 @@ def _explain(session: "Session", dtype: str, asked: bool) -> None:
     """Which kernels or operations ran, which cache policy, and why."""
     import mlx.core as mx
 
-    from mlx_kda import doctor
+    from .. import doctor
 
     model = session.context.model
     output.heading("What ran")

@@ -8,9 +8,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from mlx_kda.cli import loading
-from mlx_kda.cli.parsing import number
-from mlx_kda.errors import UserError
+from ..errors import UserError
+from . import loading
+from .parsing import number
 
 SUMMARY = "check the kernels on this machine"
 RUNNERS = ("auto", "metal", "cuda", "emulator", "emulator-fast", "ops")
@@ -42,8 +42,8 @@ def run(args: argparse.Namespace) -> int:
     if args.model is not None:
         args.model = loading.locate(args.model)
 
-    from mlx_kda import doctor
-    from mlx_kda.kernels import resolve
+    from .. import doctor
+    from ..attention import resolve
 
     runner, reason = resolve(args.runner)
     _refuse_absent(runner)
@@ -90,8 +90,8 @@ def _verdicts(folder: str | None, heads: int, runner: str) -> Iterator[Any]:
     """The checks of a model's kernels, or of kernels for the 48B's shapes with random weights."""
     import mlx.core as mx
 
-    from mlx_kda import doctor
-    from mlx_kda.layers import KimiDeltaAttention, MoE
+    from .. import doctor
+    from ..layers import KimiDeltaAttention, MoE
 
     if folder is not None:
         model = loading.load_model(folder)

@@ -10,17 +10,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_kda.cli import checks, loading, output, parsing, reports
-from mlx_kda.cli.keeping import Keeper
-from mlx_kda.cli.options import add_memory, add_sampling, sampling_options
-from mlx_kda.cli.stopping import Stopped, stopping
-from mlx_kda.errors import UserError
+from ..errors import UserError
+from . import checks, loading, output, parsing, reports
+from .options import add_memory, add_sampling, sampling_options
+from .session_file import Keeper
+from .signals import Stopped, stopping
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from mlx_kda.generate import Piece, Statistics
-    from mlx_kda.session import Session
+    from ..generate import Piece, Statistics
+    from ..session import Session
 
 SUMMARY = "answer one prompt"
 EXAMPLE = (
@@ -91,7 +91,7 @@ def _generate(args: argparse.Namespace, prompt: str | None, keeper: Keeper) -> i
     """Answer or go on, and keep the session; the exit status."""
     args.model = loading.locate(args.model)
 
-    from mlx_kda.generate import Statistics
+    from ..generate import Statistics
 
     session = _open(args, prompt, keeper.found)
     statistics = Statistics()
@@ -131,8 +131,8 @@ def _generate(args: argparse.Namespace, prompt: str | None, keeper: Keeper) -> i
 
 def _open(args: argparse.Namespace, prompt: str | None, exists: bool) -> "Session":
     """The session of the file, if it ``exists``, or a new one, once it is known to fit."""
-    from mlx_kda.session import Session
-    from mlx_kda.tokenizer import load_tokenizer
+    from ..session import Session
+    from ..tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(args.model)
     ids = tokenizer.encode(prompt or "")
@@ -169,7 +169,7 @@ def _start(
     progress: Any,
 ) -> "tuple[list[int], Iterator[Piece]]":
     """The prompt's ids, and the pieces to come."""
-    from mlx_kda.generate import encode_prompt, stream_generate
+    from ..generate import encode_prompt, stream_generate
 
     options = {
         **sampling_options(args, session.context.model),

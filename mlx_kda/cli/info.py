@@ -8,15 +8,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mlx_kda.cache.policy import Policy
-from mlx_kda.cli import loading, parsing, reports
-from mlx_kda.cli.options import LARGEST, POLICY
-from mlx_kda.cli.tables import print_table
-from mlx_kda.convert.folders import find_folder
-from mlx_kda.convert.folders import read_config as read_json
-from mlx_kda.errors import CheckpointError, UserError
-from mlx_kda.models import model_type, read_config
-from mlx_kda.words import size
+from ..cache.policy import Policy
+from ..errors import CheckpointError, UserError
+from ..format import size
+from ..models import model_type, read_config
+from ..weights.folders import find_folder
+from ..weights.folders import read_config as read_json
+from . import loading, parsing, reports
+from .options import LARGEST, POLICY
+from .tables import print_table
 
 SUMMARY = "what a checkpoint is and takes"
 EXAMPLE = (
@@ -72,7 +72,7 @@ def describe(folder: Path, policy: str | Policy = "exact", context: int = 131072
 
     A whole checkpoint that cannot run is described too, with the reason under "problem".
     """
-    from mlx_kda.convert import inspect
+    from ..convert import inspect
 
     found = inspect(folder)
     report = {
@@ -89,9 +89,9 @@ def describe(folder: Path, policy: str | Policy = "exact", context: int = 131072
 
 def _running(config: Any, dtypes: list[str], policy: str | Policy, context: int) -> dict[str, Any]:
     """What running it takes and which path its KDA layers go."""
-    from mlx_kda.cache.report import describe as describe_cache
-    from mlx_kda.models.config import KDA
-    from mlx_kda.plan import FLOATS, activation_dtype
+    from ..cache.report import describe as describe_cache
+    from ..models.config import KDA
+    from ..plan import FLOATS, activation_dtype
 
     name = activation_dtype(dtypes)
     layers = describe_cache(config, policy, FLOATS[name])

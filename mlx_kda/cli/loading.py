@@ -5,19 +5,19 @@ import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from mlx_kda.cli import checks
-from mlx_kda.cli.output import note, status
-from mlx_kda.errors import UserError
+from ..errors import UserError
+from . import checks
+from .output import note, status
 
 if TYPE_CHECKING:
-    from mlx_kda.cache import Policy
+    from ..cache import Policy
 
 
 def locate(path: str) -> str:
     """The folder of a checkpoint that can run: the one named, or where a hub id was downloaded."""
     if checks.checkpoint(path) is not None:
         return path
-    from mlx_kda.convert.source import open_source
+    from ..weights.source import open_source
 
     folder = str(open_source(path).folder)
     checks.checkpoint(folder)
@@ -29,9 +29,9 @@ def running(path: str) -> tuple[Any, int, str]:
 
     Of a hub id the small files and the headers are fetched, no weights.
     """
-    from mlx_kda.convert.families import map_checkpoint
-    from mlx_kda.convert.source import open_source
-    from mlx_kda.plan import activation_dtype
+    from ..models.families import map_checkpoint
+    from ..plan import activation_dtype
+    from ..weights.source import open_source
 
     source = open_source(path, download=False)
     config, _ = map_checkpoint(source.config, source.tensors)
@@ -62,7 +62,7 @@ def check_context(config: Any, tokens: int) -> None:
 
 def check_memory(args: argparse.Namespace, tokens: int, policy: "Policy | None") -> None:
     """Raise UserError where a text of so many tokens cannot fit, unless --force was given."""
-    from mlx_kda import plan
+    from .. import plan
 
     config, weights, dtype = running(args.model)
     tokens = min(tokens, config.model_max_length)
@@ -77,7 +77,7 @@ def load_model(folder: str) -> Any:
     """The model of a folder, with a word on standard error meanwhile."""
     import mlx.core as mx
 
-    from mlx_kda.models import load_model as load
+    from ..models import load_model as load
 
     with status(f"loading {folder}"):
         model = load(folder)
@@ -92,7 +92,7 @@ def load_model(folder: str) -> Any:
 
 def load_session(args: argparse.Namespace, path: str, model: Any, tokenizer: Any) -> Any:
     """The session of a file; UserError where the command asks for another than it is."""
-    from mlx_kda.session import Session
+    from ..session import Session
 
     session = Session.load(path, model, tokenizer, prefill_step=args.prefill_step)
     if args.policy is not None and args.policy != session.policy:

@@ -12,13 +12,14 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from mlx_kda import __version__
-from mlx_kda.cli.output import note, prepare_output
-from mlx_kda.cli.parsing import Parser
-from mlx_kda.cli.stopping import one_interrupt
-from mlx_kda.errors import UserError
+from .. import __version__
+from ..errors import UserError
+from .output import note, prepare_output
+from .parsing import Parser
+from .signals import one_interrupt
 
 COMMANDS = ("convert", "verify", "plan", "generate", "chat", "info", "bench", "doctor", "demo")
+MODULES = {"bench": "measure"}  # of commands that are not named as their module
 
 # Set for MLX before it is imported, unless the user has. From the M5 on it rounds float32 products
 # to about TF32 otherwise, the router's too, where a rounding can tip the choice of an expert.
@@ -43,7 +44,7 @@ def build_parser() -> Parser:
     parser.add_argument("--debug", action="store_true", help="show the traceback of a failure")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
-        module = importlib.import_module(f"mlx_kda.cli.{name}")
+        module = importlib.import_module(f".{MODULES.get(name, name)}", __package__)
         command = commands.add_parser(
             name,
             help=module.SUMMARY,

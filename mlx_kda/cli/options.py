@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from mlx_kda.cli.parsing import number, policy
+from .parsing import number, policy
 
 LARGEST = 10**9  # tokens of an answer, or of a top-k
 LARGEST_SEED = 2**64 - 1

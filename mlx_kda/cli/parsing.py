@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from mlx_kda.cache.policy import Policy
-from mlx_kda.errors import UserError
+from ..cache.policy import Policy
+from ..errors import UserError
 
 
 class Parser(argparse.ArgumentParser):

@@ -8,10 +8,10 @@ import argparse
 import json
 from typing import Any
 
-from mlx_kda.cli import checks, loading, output, parsing
-from mlx_kda.cli.options import LARGEST, POLICY, add_prefill_step
-from mlx_kda.cli.tables import print_table
-from mlx_kda.words import size
+from ..format import size
+from . import checks, loading, output, parsing
+from .options import LARGEST, POLICY, add_prefill_step
+from .tables import print_table
 
 SUMMARY = "what a model takes at a context, before it runs"
 EXAMPLE = (
@@ -45,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
     if config is not None:
         loading.check_context(config, args.context)
 
-    from mlx_kda import plan
-    from mlx_kda.forward import prefill_step
+    from .. import plan
+    from ..step import prefill_step
 
     if args.prefill_step is None:
         args.prefill_step = prefill_step()
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(args: argparse.Namespace, dtype: str, memory: Any, needs: list[Any]) -> None:
-    from mlx_kda.cache import DEFAULT_BUDGET
+    from ..cache import DEFAULT_BUDGET
 
     columns = ("weights", "KDA states", "latents", "working set", "total")
     rows = []

@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
-from mlx_kda.words import size
+from ..format import size
 
 if TYPE_CHECKING:
-    from mlx_kda.cache.report import LayerReport
-    from mlx_kda.generate import Statistics
+    from ..cache.report import LayerReport
+    from ..generate import Statistics
 
 _ENDS = {
     "stop": "an end token",
@@ -74,9 +74,10 @@ def kda_paths(config: Any, dtype: str, prompt: int | None = None) -> dict[str, s
     import mlx.core as mx
 
     import mlx_kda
-    from mlx_kda.forward import prefill_step
-    from mlx_kda.kernels import resolve
-    from mlx_kda.kernels.layer import choose
+
+    from ..attention import resolve
+    from ..kernels.layer import choose
+    from ..step import prefill_step
 
     H, (Hv, Dv, Dk) = config.linear_num_heads, config.linear_state_shape
     on_kernels = resolve()[0] != "ops"

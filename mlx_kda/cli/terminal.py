@@ -6,11 +6,11 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from mlx_kda.cli import output
+from . import output
 
 if TYPE_CHECKING:
-    from mlx_kda.cli.talk import Talk
-    from mlx_kda.generate import Statistics
+    from ..generate import Statistics
+    from .chat_commands import Talk
 
 PROMPT = "> "
 MORE = ". "

@@ -8,12 +8,12 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from mlx_kda.cli import checks, output, parsing
-from mlx_kda.cli.tables import print_table
-from mlx_kda.errors import UserError
+from ..errors import UserError
+from . import checks, output, parsing
+from .tables import print_table
 
 if TYPE_CHECKING:
-    from mlx_kda.convert import Verification
+    from ..convert import Verification
 
 SUMMARY = "check a converted folder, and compare it with its source"
 EXAMPLE = (
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     if args.source is not None:
         checks.folder(args.source)
 
-    from mlx_kda.convert import verify
+    from ..convert import verify
 
     with output.progress("verifying", unit="MB") as bar:
         found = verify(

@@ -6,8 +6,8 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from ..ops.problem import Problem
-from .runner import choose
+from ..ops.inputs import Problem
+from ..runners.kernel import choose
 
 DIMS = tuple(range(32, 257, 32))
 _GATES = {"none": 0, "head": 1, "channel": 2, "softplus": 3, "bounded": 4}

@@ -3,10 +3,8 @@
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .runner import MetalKernel
+from ..runners import MetalKernel, metal_kernel
 
 _CONV = (
     *("q", "k", "v", "q_window", "k_window", "v_window"),
@@ -89,10 +87,8 @@ def _text(name: str) -> str:
 
 
 @cache
-def kernel(name: str, runner: str) -> "MetalKernel":
+def kernel(name: str, runner: str) -> MetalKernel:
     """The kernel as a callable with the signature of `mx.fast.metal_kernel`'s result."""
-    from . import metal_kernel
-
     source = (SOURCES | MOE_SOURCES)[name]
     return metal_kernel(
         name=name,

@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from ..attention import kda
 from ..kernels.arguments import GateLaw
 from ..kernels.layer import Parameters
-from ..ops import bounded_gate, kda, l2norm, softplus_gate
+from ..ops import bounded_gate, l2norm, softplus_gate
 from ..ops.elementwise import gated
 from .conv import short_conv
 from .norm import rms_norm

@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 
-from ..cache.rows import WORKSPACE, Arrays, Causal, Packing, Part, Seen
+from ..cache.quantized_rows import WORKSPACE, Arrays, Causal, Packing, Part, Seen
 from . import blas_layout
 from .norm import RMSNorm
 from .softmax import RunningSoftmax

@@ -11,10 +11,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..attention import resolve
 from ..cache import LatentCache, Policy, make_cache
-from ..kernels import resolve
 from ..layers import MLA, MLP, KimiDeltaAttention, MoE, Padding, RMSNorm
+from ..weights.tensor_files import Spec
+from .families import map_tensors
 from .hybrid_config import KDA, MOE, HybridConfig
+from .sharding import shard
+from .tensor_roles import GATE_PATH, ROUTER, ROUTER_PACKING
 
 
 class DecoderLayer(nn.Module):
@@ -186,8 +190,6 @@ class HybridModel(nn.Module):
         Raises:
             CheckpointError: a tensor is missing, left over, or of a wrong shape.
         """
-        from ..convert.families import map_tensors
-        from ..convert.tensor_files import Spec
 
         specs = {name: Spec(tuple(w.shape), w.dtype) for name, w in weights.items()}
         made: dict[str, mx.array] = {}
@@ -203,7 +205,6 @@ class HybridModel(nn.Module):
     @property
     def quant_predicate(self) -> Callable[[str, nn.Module], bool | dict]:
         """What mlx-lm's quantiser may touch: the default recipe of this package."""
-        from ..convert.recipe import GATE_PATH, ROUTER, ROUTER_PACKING
 
         def rule(path: str, _: nn.Module) -> bool | dict:
             if ROUTER.search(path):
@@ -214,8 +215,6 @@ class HybridModel(nn.Module):
 
     def shard(self, group: mx.distributed.Group | None = None) -> None:
         """Split heads, MLP widths and expert widths over the processes of ``group``."""
-        from .sharding import shard
-
         shard(self, group or mx.distributed.init())
 
 

@@ -1,17 +1,18 @@
 """From a checkpoint's folder to a model and its tokenizer, with every tensor accounted for."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..doctor import prepare
 from ..errors import CheckpointError
 from ..layers.blas_layout import lay_out
+from ..tokenizer import load_tokenizer
+from ..weights.source import Source, open_source
 from . import family
-
-if TYPE_CHECKING:
-    from ..convert.source import Source
+from .families import map_checkpoint
 
 EMBEDDING = "model.embed_tokens.weight"
 ROUTER = "mlp.gate.weight"
@@ -27,23 +28,16 @@ def load(path: str | Path, runner: str = "auto") -> tuple[nn.Module, Any]:
     Raises:
         CheckpointError: one line saying what is missing, damaged, unknown or left over.
     """
-    from ..convert.source import open_source
-    from ..tokenizer import load_tokenizer
-
     source = open_source(path)
     return _build(source, runner), load_tokenizer(source.folder)
 
 
 def load_model(path: str | Path, runner: str = "auto") -> nn.Module:
     """The model alone; see ``load``."""
-    from ..convert.source import open_source
-
     return _build(open_source(path), runner)
 
 
-def _build(source: "Source", runner: str) -> nn.Module:
-    from ..convert.families import map_checkpoint
-    from ..doctor import prepare
+def _build(source: Source, runner: str) -> nn.Module:
 
     module = family(source.config)
     args, mapping = map_checkpoint(source.config, source.tensors)
@@ -63,7 +57,7 @@ def _build(source: "Source", runner: str) -> nn.Module:
     return model
 
 
-def _read(source: "Source") -> dict[str, mx.array]:
+def _read(source: Source) -> dict[str, mx.array]:
     """Every tensor of the folder, not yet read from disk."""
     arrays: dict[str, mx.array] = {}
     for file in sorted({stored.file for stored in source.tensors.values()}):

@@ -21,7 +21,7 @@ Two rules keep it as accurate as the loop, whatever the gates and keys:
 
 import mlx.core as mx
 
-from .problem import Problem
+from .inputs import Problem
 from .spans import by_chunk, prepare_chunks
 
 CHUNKS = (8, 16, 32, 64)

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from .problem import Problem, keep_inside, prepare
+from .inputs import Problem, keep_inside, prepare
 
 
 def kda_ref(

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from .elementwise import exp
-from .problem import Problem
+from .inputs import Problem
 
 _BLOCK = 8
 

@@ -5,7 +5,7 @@ Reached as path "step" of `kda`.
 
 import mlx.core as mx
 
-from .problem import Problem, keep_inside, prepare
+from .inputs import Problem, keep_inside, prepare
 
 
 def run(

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 
 from ..errors import UserError
-from ..messages import is_unicode
+from ..transcript import is_unicode
 from .control import ControlTokens, TemplateText
 from .detokenizer import ByteDetokenizer, token_pieces
 from .files import NAMED, TokenizerFiles, end_ids, named_templates, read_json, token_name

@@ -4,12 +4,12 @@ import mlx.core as mx
 import numpy as np
 
 from helpers import layer64
-from mlx_kda import oracle
 from mlx_kda.kernels.arguments import GateLaw
 from mlx_kda.kernels.chunk import kda_chunk
 from mlx_kda.kernels.decode import Memory, kda_decode
 from mlx_kda.kernels.layer import Parameters
 from mlx_kda.kernels.recurrent import kda_recurrent
+from mlx_kda.ops import reference64 as oracle
 
 OPS = {"recurrent": kda_recurrent, "chunk": kda_chunk}
 

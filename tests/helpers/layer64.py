@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mlx_kda import oracle
+from mlx_kda.ops import reference64 as oracle
 
 
 def sigmoid(x):

@@ -5,7 +5,7 @@ from math import prod
 import mlx.core as mx
 import numpy as np
 
-from mlx_kda.kernels import metal_kernel
+from mlx_kda.runners import metal_kernel
 
 GROUPS = ((64, 1, 1), (16, 4, 1), (8, 4, 3), (5, 7, 2), (48, 1, 1))
 # {name: (expression, what it is for the values x of the n lanes of a SIMD-group)}

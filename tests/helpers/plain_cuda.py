@@ -16,9 +16,9 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from mlx_kda.kernels import cuda
-from mlx_kda.kernels.cuda.header import build
-from mlx_kda.kernels.text import TYPE_NAMES
+from mlx_kda.runners import cuda
+from mlx_kda.runners.cuda.header import build
+from mlx_kda.runners.text import TYPE_NAMES
 
 # What of MLX's own device header a kernel may use, without the rest of its files.
 MLX_UTILS = """

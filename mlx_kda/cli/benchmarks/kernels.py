@@ -2,10 +2,10 @@
 
 import argparse
 
-from mlx_kda.cli import parsing
-from mlx_kda.cli.benchmarks.kind import MOST, Benchmark, Rows, columns, timed
+from .. import parsing
+from .kind import MOST, Benchmark, Rows, columns, timed
 
-ROWS = ("random", "repeated", "collinear", "deep", "mixed")  # of mlx_kda.oracle
+ROWS = ("random", "repeated", "collinear", "deep", "mixed")  # of mlx_kda.ops.reference64
 
 
 def _op_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,9 +51,9 @@ def _op_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _op_rows(args: argparse.Namespace) -> Rows:
-    from mlx_kda.bench import op
-    from mlx_kda.errors import UserError
-    from mlx_kda.ops import PATHS
+    from ...attention import PATHS
+    from ...bench import op
+    from ...errors import UserError
 
     paths = args.paths.split(",")
     unknown = [path for path in paths if path not in PATHS]
@@ -84,7 +84,7 @@ def _launches_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _launches_rows(args: argparse.Namespace) -> Rows:
-    from mlx_kda.bench import steps
+    from ...bench import steps
 
     return steps.run(args.q_bits or None)
 
@@ -114,7 +114,7 @@ def _counters_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _counters_rows(args: argparse.Namespace) -> Rows:
-    from mlx_kda.bench import counters
+    from ...bench import counters
 
     return counters.run(args.tokens, args.dim, args.dtype)
 
@@ -135,8 +135,8 @@ def _cuda_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _cuda_rows(args: argparse.Namespace) -> Rows:
-    from mlx_kda.bench import cuda
-    from mlx_kda.errors import UserError
+    from ...bench import cuda
+    from ...errors import UserError
 
     frameworks = args.frameworks.split(",")
     if not set(frameworks) <= set(cuda.FRAMEWORKS):

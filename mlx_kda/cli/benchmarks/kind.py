@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_kda.cli import parsing
+from .. import parsing
 
 Rows = Iterator[dict[str, Any]]
 

@@ -5,11 +5,11 @@ import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlx_kda.cli import checks, parsing
-from mlx_kda.cli.benchmarks.kind import MOST, Benchmark, Rows, columns, timed
+from .. import checks, parsing
+from .kind import MOST, Benchmark, Rows, columns, timed
 
 if TYPE_CHECKING:
-    from mlx_kda.bench.subject import Subject
+    from ...bench.subject import Subject
 
 
 def _subject_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,7 @@ def _subject_arguments(parser: argparse.ArgumentParser) -> None:
 def _subject(args: argparse.Namespace) -> "Subject":
     if args.model is not None and args.shape is None:
         checks.checkpoint(args.model)
-    from mlx_kda.bench.subject import Subject
+    from ...bench.subject import Subject
 
     return Subject(args.model, **{name: getattr(args, name) for name in _SUBJECT})
 
@@ -73,7 +73,7 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _model_rows(args: argparse.Namespace) -> Rows:
     subject = _subject(args)
-    from mlx_kda.bench import model
+    from ...bench import model
 
     candidates = model.CANDIDATES if args.candidates == "both" else (args.candidates,)
     return model.of(
@@ -102,7 +102,7 @@ def _buffers_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _buffers_rows(args: argparse.Namespace) -> Rows:
     _subject(args).prepare()
-    from mlx_kda.bench import buffers
+    from ...bench import buffers
 
     given = {name: getattr(args, name) for name in (*_SUBJECT, "samples", "budget")}
     options = [
@@ -126,7 +126,7 @@ def _profile_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _profile_rows(args: argparse.Namespace) -> Rows:
     subject = _subject(args)
-    from mlx_kda.bench import profile
+    from ...bench import profile
 
     return profile.of(subject, tokens=args.tokens, samples=args.samples, budget=args.budget)
 
@@ -147,7 +147,7 @@ def _convert_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _convert_rows(args: argparse.Namespace) -> Rows:
     checks.folder(args.source)
-    from mlx_kda.bench import conversion
+    from ...bench import conversion
 
     return conversion.run(Path(args.source), q_bits=args.q_bits, samples=args.samples)
 
@@ -167,7 +167,7 @@ def _quality_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _quality_rows(args: argparse.Namespace) -> Rows:
     checks.folder(args.source)
-    from mlx_kda.bench import quality
+    from ...bench import quality
 
     recipes = args.recipes.split(",") if args.recipes else quality.RECIPES
     return quality.run(args.source, quality.read(Path(args.text)), recipes)
@@ -198,7 +198,7 @@ def _endurance_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _endurance_rows(args: argparse.Namespace) -> Rows:
-    from mlx_kda.bench import endurance
+    from ...bench import endurance
 
     return itertools.chain(
         endurance.decode(args.steps, policy=str(args.policy)),

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mlx_kda.bench import cuda_tables, machine, predictions, profile_tables, results
-from mlx_kda.cli.benchmarks import BENCHMARKS, Benchmark
-from mlx_kda.cli.output import note
-from mlx_kda.errors import UserError
-from mlx_kda.files import write_text
+from ...bench import cuda_tables, machine, predictions, profile_tables, results
+from ...errors import UserError
+from ...files import write_text
+from ..output import note
+from . import BENCHMARKS, Benchmark
 
 Document = dict[str, Any]
 
@@ -82,7 +82,7 @@ def _options(benchmark: Benchmark, arguments: list[str]) -> argparse.Namespace:
 
 def _source(args: argparse.Namespace) -> str | None:
     """The checkpoint to convert: the one named, else the small one if it is there."""
-    from mlx_kda.demo import find_checkpoint
+    from ...demo import find_checkpoint
 
     try:
         return args.source or str(find_checkpoint(None))
@@ -91,8 +91,8 @@ def _source(args: argparse.Namespace) -> str | None:
 
 
 def _small_model(scratch: Path) -> str:
-    from mlx_kda.convert import convert
-    from mlx_kda.demo import find_checkpoint
+    from ...convert import convert
+    from ...demo import find_checkpoint
 
     out = scratch / "tiny-kimi-linear"
     convert(find_checkpoint(None, "bench all --model MODEL"), out, dtype="float32")

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_kda.bench import constant_page, streaming_page
-from mlx_kda.cli import checks, parsing
-from mlx_kda.cli.benchmarks.kind import MOST, Benchmark
-from mlx_kda.cli.output import note
-from mlx_kda.errors import UserError
+from ...bench import constant_page, streaming_page
+from ...errors import UserError
+from .. import checks, parsing
+from ..output import note
+from .kind import MOST, Benchmark
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def _constant_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if config is not None and set(config.layer_types) != {"kda"}:
         raise UserError(f"{args.model} has layers that are not KDA: its memory is not constant")
     text = _read(args.text)
-    from mlx_kda.bench import constant
+    from ...bench import constant
 
     return constant.run(args.model, text, args.tokens, args.every)
 
@@ -87,7 +87,7 @@ def _streaming_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     work = Path(args.folder) / "mlx-kda-streaming"
     if work.exists():
         raise UserError(f"{work} is there already: remove it, or name another folder")
-    from mlx_kda.bench import streaming
+    from ...bench import streaming
 
     return streaming.measure(work, args.layers, args.experts, args.samples, note)
 

@@ -1,0 +1,10 @@
+"""Weights that are quantised otherwise than the rest, by their path."""
+
+import re
+
+from ..weights.quantization import Packing
+
+GATE_PATH = re.compile(r"\.self_attn\.(b_proj|f_a_proj|f_b_proj|g_a_proj|g_b_proj)$")
+ROUTER = re.compile(r"\.mlp\.gate$")
+CONVOLUTION = re.compile(r"_conv\.conv$")
+ROUTER_PACKING = Packing(8, 64)

@@ -1,0 +1,96 @@
+"""Messages as token ids, so that what the model said stays as the ids it said.
+
+The cache never has to be taken back for a new turn: the chat template is asked what stands after an
+answer, and the answer itself is never encoded again.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import UserError
+
+Message = dict[str, str]
+
+# Stands for an answer while the template is asked for the tokens after it.
+_ANSWER = "x"
+
+
+def chat_ids(tokenizer: Any, messages: list[Message], *, answer: bool = True) -> list[int]:
+    """Token ids of ``messages`` under the chat template; ``answer`` adds the answer's opening."""
+    if not tokenizer.has_chat_template:
+        raise UserError(
+            "this model has no chat template: use mlx-kda generate --raw to go on from a text"
+        )
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=answer))
+
+
+@dataclass
+class Transcript:
+    """Messages, and the ids that the context was given for them.
+
+    said: index of an answer -> length of ``ids`` through that answer, without its end token.
+    """
+
+    messages: list[Message] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    said: dict[int, int] = field(default_factory=dict)
+
+    def ids_for(self, tokenizer: Any, messages: list[Message], *, answer: bool = True) -> list[int]:
+        """Every id that the context has to hold for ``messages``, known answers as they were said.
+
+        The template's own text with placeholders for the answers is cut at the last known answer;
+        what follows is then known without encoding the answer's text, which need not give the ids
+        that the model chose. Where a template rewrites what went before, all is encoded anew.
+        """
+        last = self._last_known(messages)
+        if last is not None:
+            masked = [
+                {**m, "content": _ANSWER} if i <= last and m["role"] == "assistant" else m
+                for i, m in enumerate(messages)
+            ]
+            before = chat_ids(tokenizer, masked[:last])
+            before += list(tokenizer.encode(_ANSWER, add_special_tokens=False))
+            full = chat_ids(tokenizer, masked, answer=answer)
+            if full[: len(before)] == before:
+                return self.ids[: self.said[last]] + full[len(before) :]
+        return chat_ids(tokenizer, messages, answer=answer)
+
+    def go_on(self, messages: list[Message], ids: list[int]) -> None:
+        """Take ``messages`` and their ids, and what is still known of earlier answers."""
+        last = self._last_known(messages)
+        if last is not None and ids[: self.said[last]] == self.ids[: self.said[last]]:
+            self.said = {i: n for i, n in self.said.items() if i <= last}
+        else:
+            self.said = {}
+        self.messages, self.ids = messages, ids
+
+    def _last_known(self, messages: list[Message]) -> int | None:
+        last = None
+        for i, (given, mine) in enumerate(zip(messages, self.messages, strict=False)):
+            if given != mine:
+                break
+            if i in self.said:
+                last = i
+        return last
+
+
+def checked(messages: Any) -> list[Message]:
+    """A copy of the messages. Raises UserError where they are none."""
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise UserError('messages are a list like [{"role": "user", "content": "hello"}]')
+    for message in messages:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise UserError(f"a message has a role and a content, not {message!r}")
+        content = message["content"]
+        if isinstance(content, str) and not is_unicode(content):
+            raise UserError("a message holds half a surrogate pair, which is no character")
+    return [dict(message) for message in messages]
+
+
+def is_unicode(text: str) -> bool:
+    """Whether every character can be encoded."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,148 @@
+"""Where a conversion reads from: a local folder, or a repository of the Hugging Face hub.
+
+Only configs, tokenizer files and safetensors are ever fetched or opened: no Python, no pickles.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from ..errors import CheckpointError, UserError
+from .folders import INDEX, find_folder, read_config, read_json, refuse_without_weights
+from .tensor_files import Stored, read_header, read_tensor
+from .weight_mapping import listed
+
+SAMPLE = 65_536
+
+
+@dataclass
+class Source:
+    """A checkpoint folder with its config and the headers of its weight files."""
+
+    name: str  # as the user gave it: a path, or a hub id
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, Stored]
+    revision: str | None = None
+    # downloads a weight file that is not there yet
+    fetch: Callable[[Path], None] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensor data."""
+        return sum(stored.nbytes for stored in self.tensors.values())
+
+    @property
+    def missing(self) -> list[Path]:
+        """Weight files that are still to be downloaded."""
+        files = {stored.file for stored in self.tensors.values()}
+        return sorted(file for file in files if self.fetch and not file.exists())
+
+    @property
+    def download_bytes(self) -> int:
+        """Bytes of tensors in those files."""
+        missing = set(self.missing)
+        return sum(stored.nbytes for stored in self.tensors.values() if stored.file in missing)
+
+    def read(self, name: str) -> mx.array:
+        """Read one tensor from disk."""
+        return read_tensor(self.tensors[name])
+
+    def identity(self) -> dict[str, Any]:
+        """What tells this checkpoint from others without reading it whole.
+
+        The commit of a repository; of a folder, each file's size and a hash of its beginning,
+        middle and end.
+        """
+        if self.revision is not None:
+            return {"repository": self.name, "revision": self.revision}
+        files = sorted({stored.file for stored in self.tensors.values()})
+        return {file.name: _sampled(file) for file in (self.folder / "config.json", *files)}
+
+
+def _sampled(file: Path) -> list[Any]:
+    try:
+        size = file.stat().st_size
+        digest = hashlib.sha256()
+        with file.open("rb") as handle:
+            for place in (0, max(0, size - SAMPLE) // 2, max(0, size - SAMPLE)):
+                handle.seek(place)
+                digest.update(handle.read(SAMPLE))
+    except OSError as error:
+        raise CheckpointError(f"{file.name} cannot be read: {error.strerror}") from error
+    return [size, digest.hexdigest()]
+
+
+def open_source(
+    source: str | Path, revision: str | None = None, *, download: bool = True
+) -> Source:
+    """Open a checkpoint by its folder or hub id, reading configs and headers only.
+
+    With `download` false the weight files of a hub id stay there; only their headers are read,
+    and `fetch` of the source gets a file when it is wanted.
+
+    Raises UserError or CheckpointError: no such folder, hub out of reach, no checkpoint in it,
+    a missing, truncated or damaged file, a tensor stored twice.
+    """
+    folder = find_folder(source)
+    if folder is None:
+        from . import hub
+
+        return hub.open_repository(str(source), revision, download)
+    if revision is not None:
+        raise UserError(f"--revision is for a hub id, {source} is a folder: leave it out")
+    return Source(str(source), folder, read_config(folder), read_tensors(folder))
+
+
+def read_tensors(folder: Path) -> dict[str, Stored]:
+    """Headers of all weight files of a folder, by tensor name.
+
+    With an index its files are read and must hold what it says; without one, model*.safetensors,
+    or whatever safetensors there are.
+    """
+    placed = read_placed(folder)
+    if placed:
+        files = sorted({str(file) for file in placed.values()})
+    else:
+        found = [*folder.glob("model*.safetensors")] or [*folder.glob("*.safetensors")]
+        files = sorted(path.name for path in found)
+    if not files:
+        refuse_without_weights(folder)
+    if absent := [name for name in files if not (folder / name).is_file()]:
+        raise CheckpointError(f"{INDEX} names files that are missing: {listed(absent)}")
+
+    return joined({file: read_header(folder / file) for file in files}, placed)
+
+
+def read_placed(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name by the index of a folder, {} if it has none."""
+    index = folder / INDEX
+    if not index.exists():
+        return {}
+    placed = read_json(index).get("weight_map")
+    if not isinstance(placed, dict) or not placed:
+        raise CheckpointError(f"{index} is damaged: it has no weight_map")
+    if outside := [name for name in map(str, placed.values()) if Path(name).name != name]:
+        raise CheckpointError(f"{INDEX} names a file outside the folder: {outside[0]}")
+    return placed
+
+
+def joined(headers: dict[str, dict[str, Stored]], placed: dict[str, str]) -> dict[str, Stored]:
+    """The tensors of all files together; they must be where the index says, and only once."""
+    tensors: dict[str, Stored] = {}
+    for file, header in headers.items():
+        for name, stored in header.items():
+            if name in tensors:
+                raise CheckpointError(
+                    f"{name} is stored twice, in {tensors[name].file.name} and in {file}"
+                )
+            tensors[name] = stored
+    if lost := [name for name in placed if name not in tensors]:
+        raise CheckpointError(f"{INDEX} names tensors that no file holds: {listed(lost)}")
+    if strays := [name for name, file in placed.items() if tensors[name].file.name != file]:
+        raise CheckpointError(f"{INDEX} names the wrong file for {listed(strays)}")
+    return tensors

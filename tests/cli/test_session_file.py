@@ -1,0 +1,180 @@
+"""The file of a session belongs to one program at a time: a second is told before it begins."""
+
+import io
+import os
+import subprocess
+
+import pytest
+from helpers.paused import Pause, started
+from helpers.program import PROGRAM
+
+from mlx_kda.cli.chat_commands import Talk
+from mlx_kda.cli.main import main
+from mlx_kda.cli.options import sampling_options
+from mlx_kda.cli.session_file import Keeper
+from mlx_kda.errors import UserError
+from mlx_kda.session import Session
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "kept").mkdir()
+    return tmp_path / "kept"
+
+
+def saved(path, tiny_model, ids=(1, 2, 3)):
+    session = Session(*tiny_model)
+    session.prefill(list(ids))
+    session.save(path)
+    return session
+
+
+@pytest.fixture
+def chatting(tiny_mlx, folder):
+    """A chat that waits for its second line, with its session in `talk`."""
+    process = subprocess.Popen(
+        [*PROGRAM, "chat", str(tiny_mlx), "--max-tokens", "4", "--session", str(folder / "talk")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    process.stdin.write(b"hello\n")
+    process.stdin.flush()
+    while process.stdout.read(1) != b"\n":
+        assert process.poll() is None
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_a_second_program_is_refused_before_it_begins(
+    chatting, tiny_mlx, folder, capsys, monkeypatch, command
+):
+    """Both used to answer, and the one that ended last put its file over the other's or beside."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("and I?\n"))
+    monkeypatch.setattr("mlx_kda.cli.loading.load_model", lambda *args: pytest.fail("it began"))
+    assert main([command, str(tiny_mlx), "--session", str(folder / "talk")]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and "in use by another mlx-kda" in err
+    assert chatting.communicate(b"more\n")[1] == b"" and chatting.returncode == 0
+    assert os.listdir(folder) == ["talk"]
+
+
+def test_a_killed_program_s_file_goes_on(chatting, tiny_mlx, tiny_model, folder, monkeypatch):
+    chatting.kill()
+    chatting.wait()
+    monkeypatch.setattr("sys.stdin", io.StringIO("more\n"))
+    assert main(["chat", str(tiny_mlx), "--max-tokens", "3", "--session", f"{folder}/talk"]) == 0
+    messages = Session.load(folder / "talk", *tiny_model).messages
+    assert [m["content"] for m in messages if m["role"] == "user"][-1] == "more"
+    assert os.listdir(folder) == ["talk"]
+
+
+def test_a_file_that_appears_before_it_is_held_is_gone_on_with(
+    tiny_mlx, tiny_model, folder, monkeypatch
+):
+    """Another chat ends between the look at the file and the lock: its work used to be lost."""
+    from mlx_kda.cli import checks
+
+    real = checks.session_file
+
+    def session_file(path):
+        found = real(path)
+        saved(folder / "talk", tiny_model, ids=[9] * 30)
+        return found
+
+    monkeypatch.setattr(checks, "session_file", session_file)
+    monkeypatch.setattr("sys.stdin", io.StringIO("a text"))
+    argv = ["--raw", "--max-tokens", "2", "--session", str(folder / "talk")]
+    assert main(["generate", str(tiny_mlx), *argv]) == 0
+    assert Session.load(folder / "talk", *tiny_model).tokens[:30] == [9] * 30
+
+
+def test_saving_to_the_file_that_is_kept(tiny_model, folder, capsys):
+    """/save FILE with the chat's own file used to look like another program's work."""
+    session = saved(folder / "talk", tiny_model)
+    with Keeper(folder / "talk") as keeper:
+        talk = Talk(session, sampling_options, keeper)
+        talk.take(f"/save {folder}/../{folder.name}/talk")
+        session.prefill([4])
+        talk.keep(at_end=True)
+    assert "another program" not in capsys.readouterr().err and os.listdir(folder) == ["talk"]
+    assert Session.load(folder / "talk", *tiny_model).tokens == [1, 2, 3, 4]
+
+
+def test_saving_to_a_file_that_another_keeps(tiny_model, folder, capsys):
+    theirs = saved(folder / "theirs", tiny_model)
+    with Keeper(folder / "theirs") as other:
+        Talk(saved(folder / "mine", tiny_model), sampling_options).take(f"/save {folder}/theirs")
+        assert "in use by another mlx-kda" in capsys.readouterr().err
+        theirs.prefill([7])
+        other.save(theirs)
+    assert Session.load(folder / "theirs", *tiny_model).tokens == [1, 2, 3, 7]
+    assert sorted(os.listdir(folder)) == ["mine", "theirs"]
+
+
+def test_two_names_of_one_file(tiny_model, folder, tmp_path):
+    """A link is the file that it leads to, and stays a link."""
+    session = saved(folder / "talk", tiny_model)
+    (tmp_path / "link").symlink_to(folder / "talk")
+    with Keeper(tmp_path / "link") as keeper:
+        with pytest.raises(UserError, match="in use"):
+            Keeper(folder / "talk")
+        session.prefill([4])
+        keeper.save(session)
+    assert (tmp_path / "link").is_symlink() and os.listdir(folder) == ["talk"]
+    assert Session.load(folder / "talk", *tiny_model).tokens == [1, 2, 3, 4]
+    with Keeper(folder / "talk"):
+        pass
+
+
+def test_kill_9_in_the_middle_of_a_save(tiny_mlx, tiny_model, folder, tmp_path, monkeypatch):
+    """The file of before is whole, and what the killed program left goes with a later save."""
+    saved(folder / "talk", tiny_model)
+    before = (folder / "talk").read_bytes()
+    pause = Pause("saving", tmp_path / "meet")
+    argv = ["chat", tiny_mlx, "--max-tokens", "3", "--session", folder / "talk"]
+    with started([*pause.program, *argv]) as process:
+        process.stdin.write(b"hello\n")
+        process.stdin.close()
+        process.stdin = None
+        pause.reached(process)
+        process.kill()
+        process.wait()
+    assert (folder / "talk").read_bytes() == before
+    (left,) = folder.glob(".talk.*.tmp")
+    os.utime(left, (1, 1))
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    assert main(["chat", str(tiny_mlx), "--max-tokens", "3", "--session", f"{folder}/talk"]) == 0
+    assert os.listdir(folder) == ["talk"]
+    assert Session.load(folder / "talk", *tiny_model).messages
+
+
+def test_a_save_that_failed_slowly_is_not_tried_again_at_once(tmp_path, monkeypatch, capsys):
+    """A disk that was full after a minute's writing used to be filled again after every turn."""
+    clock = [1000.0]
+    monkeypatch.setattr("mlx_kda.cli.session_file.time.monotonic", lambda: clock[0])
+
+    class Failing:
+        saves = 0
+
+        def save(self, path):
+            self.saves += 1
+            clock[0] += 60
+            raise UserError("cannot save it: No space left on device")
+
+    failing = Failing()
+    with Keeper(tmp_path / "s") as keeper:
+        for _ in range(3):
+            assert not keeper.now_and_then(failing)
+        assert failing.saves == 1 and capsys.readouterr().err.count("No space left") == 1
+        clock[0] += 1300
+        assert not keeper.now_and_then(failing) and failing.saves == 2
+        with pytest.raises(UserError, match="No space left"):
+            keeper.save(failing)  # at the end, whatever it takes
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    with pytest.raises(UserError, match="cannot be written: No such file"):
+        Keeper(tmp_path / "none" / "talk")

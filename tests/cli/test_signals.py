@@ -1,0 +1,230 @@
+"""Ctrl-C and SIGTERM: a step is finished; a second Ctrl-C ends at once and what was saved stays."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from helpers.paused import LIMIT, Pause, started, told, wait_for
+from helpers.program import PROGRAM
+
+import mlx_kda
+from mlx_kda import files
+from mlx_kda.cli.chat_commands import Talk
+from mlx_kda.cli.options import sampling_options
+from mlx_kda.cli.session_file import Keeper
+from mlx_kda.cli.signals import WAITING, stopping
+from mlx_kda.context import Context
+from mlx_kda.errors import UserError
+from mlx_kda.session import Session
+from mlx_kda.step import CPU_STEP
+
+
+@pytest.fixture
+def saved(tiny_model, tmp_path):
+    """A session's file in a folder of its own."""
+    file = tmp_path / "kept" / "s"
+    file.parent.mkdir()
+    session = Session(*tiny_model)
+    session.prefill([1, 2, 3])
+    session.save(file)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("command", "where"), [("generate", "reading"), ("generate", "saving"), ("chat", "reading")]
+)
+def test_a_second_ctrl_c_ends_at_once(tiny_mlx, saved, tmp_path, command, where):
+    """Although the step would never end; the session of before stays, nothing is left."""
+    before = saved.read_bytes()
+    if command == "generate":
+        argv = [command, tiny_mlx, "--prompt", "hello", "--raw"]
+    else:
+        argv = [command, tiny_mlx]
+    pause = Pause(where, tmp_path / "pause")
+    flags = ["--max-tokens", "2", "--session", saved]
+    with started([*pause.program, *argv, *flags]) as process:
+        process.stdin.write(b"hello\n")
+        process.stdin.close()
+        process.stdin = None
+        pause.reached(process)
+        process.send_signal(signal.SIGINT)
+        told(process, WAITING)
+        process.send_signal(signal.SIGINT)  # nobody lets the step go on: it ends all the same
+        _, err = process.communicate()
+    assert process.returncode == 130
+    assert err.decode().strip() == "mlx-kda: ended at once"
+    assert saved.read_bytes() == before
+    assert os.listdir(saved.parent) == [saved.name]
+
+
+@pytest.mark.parametrize("place", ["import:mlx.core", "import:transformers", "loading"])
+def test_ctrl_c_outside_of_steps_is_one_line_however_often(tiny_mlx, tmp_path, place):
+    """While libraries are imported or weights are loaded: no traceback, whenever they come.
+
+    A key held down used to leave one: the second signal came while the first was on its way up.
+    """
+    pause = Pause(place, tmp_path / "pause")
+    flags = ["--prompt", "x", "--max-tokens", "400", "--raw", "--ignore-eos"]
+    with started([*pause.program, "generate", tiny_mlx, *flags]) as process:
+        pause.reached(process)
+        for _ in range(50):
+            process.send_signal(signal.SIGINT)
+        line = process.stderr.readline()
+        for _ in range(3):
+            process.send_signal(signal.SIGINT)
+        _, err = process.communicate()
+    err = line + err
+    assert process.returncode in (130, -signal.SIGINT), err
+    assert b"Traceback" not in err and err.count(b"\n") <= 2
+
+
+def test_a_key_held_down_is_one_ctrl_c(monkeypatch):
+    """What comes within a moment of the first signal belongs to it."""
+    monkeypatch.setattr("mlx_kda.cli.signals.PATIENCE", LIMIT)
+    with stopping() as stop:
+        for _ in range(5):
+            signal.raise_signal(signal.SIGINT)
+        assert stop and not stop.ends
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_a_chat_saves_does_not_cut_it_short(tiny_model, tmp_path, sent):
+    """Ctrl-C is no end of a chat; SIGTERM is one, once the file is whole."""
+    session = Session(*tiny_model)
+    talk = Talk(session, sampling_options, Keeper(tmp_path / "s"))
+    save = session.save
+
+    def interrupted(path):
+        signal.raise_signal(sent)
+        save(path)
+
+    session.save = interrupted
+    session.prefill([1, 2, 3])
+    talk.keep()
+    assert Session.load(tmp_path / "s", *tiny_model).tokens == [1, 2, 3]
+    assert talk.ended == (None if sent == signal.SIGINT else 128 + sent)
+
+
+def test_sigterm_after_ctrl_c_still_ends_the_program():
+    with stopping() as stop:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.ends and stop.status == 128 + signal.SIGTERM
+
+
+def test_handlers_and_the_wakeup_are_as_before():
+    before = signal.getsignal(signal.SIGINT), signal.set_wakeup_fd(-1)
+    for _ in range(3):
+        with stopping():
+            pass
+    assert (signal.getsignal(signal.SIGINT), signal.set_wakeup_fd(-1)) == before
+
+
+def test_a_stop_waits_for_one_short_step(tiny_model):
+    """Steps on a CPU are short, each is told, and a wish to stop is answered after one."""
+
+    class Enough(Exception):
+        pass
+
+    seen = []
+
+    def progress(done, total):
+        seen.append(done)
+        if len(seen) == 3:
+            raise Enough
+
+    context = Context(tiny_model[0])
+    with pytest.raises(Enough):
+        context.prefill([5] * 400, progress=progress)
+    assert seen == [0, CPU_STEP, 2 * CPU_STEP] and len(context.tokens) == 2 * CPU_STEP
+
+
+def test_a_session_changed_by_another_program_is_not_overwritten(tiny_model, saved, capsys):
+    with Keeper(str(saved)) as keeper:
+        session = Session.load(saved, *tiny_model)
+        keeper.save(session)
+        mine = saved.read_bytes()
+        other = Session(*tiny_model)
+        other.prefill([9] * 7)
+        other.save(saved)
+        theirs = saved.read_bytes()
+        session.prefill([4])
+        keeper.save(session)
+        keeper.save(session)
+        assert saved.read_bytes() == theirs != mine
+        beside = saved.with_name("s-2")
+        assert Session.load(beside, *tiny_model).tokens == [1, 2, 3, 4]
+        assert capsys.readouterr().err.count("written by another program meanwhile") == 1
+        beside.unlink()  # what is gone is nobody's work
+        keeper.save(session)
+        assert capsys.readouterr().err == ""
+    assert sorted(os.listdir(saved.parent)) == ["s", "s-2"]
+
+
+def test_saving_in_between_takes_little_of_the_time_and_of_the_disk(monkeypatch, tmp_path, capsys):
+    clock = [1000.0]
+    monkeypatch.setattr("mlx_kda.cli.session_file.time.monotonic", lambda: clock[0])
+
+    class Slow:
+        saves = 0
+
+        def save(self, path):
+            self.saves += 1
+            clock[0] += 10
+            path.write_text(str(self.saves))
+
+    keeper, session = Keeper(str(tmp_path / "s")), Slow()
+    assert keeper.now_and_then(session)
+    assert not keeper.now_and_then(session)
+    clock[0] += 199
+    assert not keeper.now_and_then(session)
+    clock[0] += 2
+    assert keeper.now_and_then(session) and session.saves == 2
+
+    # An existing file of 900 MB may be written anew after 900 s.
+    (tmp_path / "long").write_bytes(b"")
+    os.truncate(tmp_path / "long", 900_000_000)
+    long = Keeper(str(tmp_path / "long"))
+    clock[0] += 899
+    assert not long.now_and_then(session) and session.saves == 2
+    clock[0] += 2
+    assert long.now_and_then(session) and session.saves == 3
+
+    class Failing:
+        def save(self, path):
+            raise UserError("cannot save it: No space left on device")
+
+    clock[0] += 300
+    assert not keeper.now_and_then(Failing())
+    assert "No space left" in capsys.readouterr().err
+
+
+def test_a_killed_chat_keeps_its_finished_turns(tiny_mlx, tmp_path):
+    """kill -9 once the first turn is in the file: its message and answer are there."""
+    file = tmp_path / "talk"
+    command = [*PROGRAM, "chat", tiny_mlx, "--max-tokens", "5", "--session", file]
+    with started(command, bufsize=0) as process:
+        process.stdin.write(b"hello\n")
+        wait_for(file.exists, "the file", process)
+        process.kill()
+    assert len(Session.load(file, *mlx_kda.load(tiny_mlx)).messages) == 2
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    left = tmp_path / f".s.{gone.pid}.tmp"
+    fresh = tmp_path / f".s.{gone.pid}0000000.tmp"
+    mine = tmp_path / f".s.{os.getppid()}.tmp"
+    other = tmp_path / f".other.{gone.pid}.tmp"
+    odd = tmp_path / ".s.notes.tmp"
+    for path in (left, fresh, mine, other, odd):
+        path.write_text("x")
+        if path is not fresh:
+            os.utime(path, (1, 1))
+    files.write_text(tmp_path / "s", "whole")
+    assert not left.exists()
+    assert all(path.exists() for path in (fresh, mine, other, odd))
+    assert (tmp_path / "s").read_text() == "whole"
