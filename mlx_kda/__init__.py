@@ -6,7 +6,7 @@ Names are loaded on first use, so that importing the package costs nothing.
 import importlib
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "kda": "attention",
