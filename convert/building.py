@@ -10,11 +10,10 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from .. import locks
 from ..errors import UserError
-from ..files import sync_folder
+from ..files import Lock, sync_folder, try_lock
 from .journal import Journal
 from .output import partial_of
 
@@ -32,14 +31,14 @@ def locked(out: Path) -> Iterator[Path]:
     """
     partial = partial_of(out)
     try:
-        handle = _acquire(partial)
+        lock = _acquire(partial)
         try:
             _bring_back(out, partial)
             yield partial
         finally:
-            if locks.is_at(partial / LOCK, handle) and not Journal(partial).is_begun:
+            if lock.is_there and not Journal(partial).is_begun:
                 _discard(partial)
-            handle.close()
+            lock.release()
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(f"the disk is full: {out} was not written") from error
@@ -92,7 +91,7 @@ def _take_up(journal: Journal, identity: dict[str, Any], resume: bool, overwrite
     journal.begin(identity)
 
 
-def _acquire(partial: Path) -> BinaryIO:
+def _acquire(partial: Path) -> Lock:
     """Make the folder and hold the lock in it; the open lock file.
 
     Another process may rename or remove the folder between any two steps: then all begins again.
@@ -103,16 +102,16 @@ def _acquire(partial: Path) -> BinaryIO:
             # Seen twice, it is not one that was renamed and tidied while it was looked at.
             if _is_foreign(partial) and _is_foreign(partial):
                 raise FileExistsError
-            handle = locks.acquire(partial / LOCK)
+            lock = try_lock(partial / LOCK, remove=False)
         except FileNotFoundError:
             continue
         except FileExistsError:
             raise UserError(
                 f"{partial} is needed for the unfinished output but is something else"
             ) from None
-        if handle is None:
+        if lock is None:
             raise UserError(f"another conversion is writing {partial}: wait for it")
-        return handle
+        return lock
     raise UserError(f"{partial / LOCK} cannot be made: remove {partial}")
 
 

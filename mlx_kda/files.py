@@ -1,6 +1,7 @@
 """Files that are whole or not there, and the folder for what can be made again."""
 
 import contextlib
+import errno
 import fcntl
 import glob
 import os
@@ -10,9 +11,8 @@ import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
-from . import locks
+from filelock import FileLock, Timeout
 
 
 def cache_dir() -> Path:
@@ -27,10 +27,13 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "mlx-kda"
 
 
-# Files of this process that nobody needs after it, for an end that leaves no time to unwind.
+# Temporary files and locks of this process, for an end that leaves no time to unwind.
 passing: set[Path] = set()
 _OWNER = re.compile(r"([0-9]+)(\.[0-9a-f]+)?\.tmp")
 STALE = 60  # seconds without a write after which a dead process's file counts as left behind
+WAIT = 0.1  # seconds for a lock that another process is just releasing
+# What a file system without locks answers. Nothing keeps two processes apart there.
+_NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS}
 
 
 @contextlib.contextmanager
@@ -44,34 +47,69 @@ def new_file(path: Path) -> Iterator[Path]:
     if path.is_symlink():
         path = path.resolve()
     _sweep(path)
-    name = f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp"
-    temporary = path.with_name(name)
-    with temporary.open("xb") as held:
-        passing.add(temporary)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
+    lock = Lock(temporary)  # somebody writes it: see _sweep
+    try:
+        with contextlib.suppress(OSError):  # a file that was made private stays so
+            temporary.chmod(stat.S_IMODE(path.stat().st_mode))
+        yield temporary
+        with temporary.open("rb") as written:
+            sync(written.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+        lock.release()
+
+
+class Lock:
+    """A lock file that this process holds until ``release``, or until it ends in any way.
+
+    Args:
+        path: the lock file, in a folder that exists.
+        remove: whether the file goes when the lock is released.
+
+    Raises:
+        filelock.Timeout: another process holds the lock.
+        OSError: the file cannot be made.
+    """
+
+    def __init__(self, path: Path, remove: bool = True):
+        self.path, self._remove = path, remove
+        os.stat(path.parent)  # filelock would make a folder that is missing
+        self._lock = FileLock(path, thread_local=False, fallback_to_soft=False)
         try:
-            locks.try_lock(held)  # it is somebody's, who runs: see _sweep
-            with contextlib.suppress(OSError):  # a file that was made private stays so
-                os.fchmod(held.fileno(), stat.S_IMODE(path.stat().st_mode))
-            yield temporary
-            sync(held.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-            passing.discard(temporary)
+            self._lock.acquire(timeout=WAIT, poll_interval=WAIT / 10)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        self._held = os.stat(path)
+        if remove:
+            passing.add(path)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the file under the path is still the one that is held."""
+        try:
+            return os.path.samestat(os.stat(self.path), self._held)
+        except OSError:
+            return False
+
+    def release(self) -> None:
+        """Let others have the lock."""
+        if self._remove:
+            with contextlib.suppress(OSError):
+                if self.is_there:
+                    self.path.unlink()
+            passing.discard(self.path)
+        self._lock.release()
 
 
-def hold(lock: Path) -> BinaryIO | None:
-    """`locks.acquire`, the lock file gone with this process however it ends, but for a kill."""
-    handle = locks.acquire(lock)
-    if handle is not None:
-        passing.add(lock)
-    return handle
-
-
-def leave(lock: Path, handle: BinaryIO) -> None:
-    """Remove and let go of what `hold` gave."""
-    locks.release(lock, handle)
-    passing.discard(lock)
+def try_lock(path: Path, remove: bool = True) -> Lock | None:
+    """A `Lock`, or None where another process holds it."""
+    try:
+        return Lock(path, remove)
+    except Timeout:
+        return None
 
 
 def sync(file: int) -> None:
@@ -107,14 +145,8 @@ def _sweep(path: Path) -> None:
         with contextlib.suppress(OSError):
             # By its distance: a clock that was put back leaves files of a time to come.
             old = abs(time.time() - left.stat().st_mtime) > STALE
-            if found and old and not _runs(int(found[1])) and _is_free(left):
-                left.unlink()
-
-
-def _is_free(path: Path) -> bool:
-    """Whether no process, in another container neither, holds the file."""
-    with path.open("rb") as file:
-        return locks.try_lock(file)
+            if found and old and not _runs(int(found[1])) and (lock := try_lock(left)):
+                lock.release()  # no process has it, in another container neither: it goes
 
 
 def _runs(process: int) -> bool:

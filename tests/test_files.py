@@ -1,5 +1,7 @@
 """Files that are whole or not there: several writers, links, what killed writers leave."""
 
+import errno
+import fcntl
 import os
 import stat
 import subprocess
@@ -9,7 +11,7 @@ import time
 
 import pytest
 
-from mlx_kda import files, locks
+from mlx_kda import files
 
 
 @pytest.fixture
@@ -91,11 +93,11 @@ def test_what_a_killed_writer_left_is_removed(tmp_path, gone, ago):
 def test_what_another_container_writes_is_left_alone(tmp_path, gone):
     """Its process has a number that nobody has here, its disk is slow; but it holds the file."""
     theirs = tmp_path / f".s.{gone}.0badcafe.tmp"
-    with theirs.open("xb") as held:
-        assert locks.try_lock(held)
-        os.utime(theirs, (1, 1))
-        files.write_text(tmp_path / "s", "whole")
-        assert theirs.exists()
+    held = files.Lock(theirs, remove=False)
+    os.utime(theirs, (1, 1))
+    files.write_text(tmp_path / "s", "whole")
+    assert theirs.exists()
+    held.release()
     files.write_text(tmp_path / "s", "whole")
     assert not theirs.exists()
 
@@ -108,7 +110,7 @@ def test_a_mac_s_disk_is_asked_to_write_what_it_holds(tmp_path, monkeypatch, sup
     def fcntl(file, how):
         asked.append(how)
         if not supported:
-            raise OSError(locks.errno.ENOTSUP, "Operation not supported")
+            raise OSError(errno.ENOTSUP, "Operation not supported")
 
     monkeypatch.setattr(files.fcntl, "F_FULLFSYNC", 51, raising=False)
     monkeypatch.setattr(files.fcntl, "fcntl", fcntl)
@@ -117,46 +119,71 @@ def test_a_mac_s_disk_is_asked_to_write_what_it_holds(tmp_path, monkeypatch, sup
     assert asked == ([51] if supported else [51, "fsync"])
 
 
-def test_a_lock_is_one_process_s_and_falls_with_it(tmp_path):
+def test_a_lock_belongs_to_one_process_and_ends_with_it(tmp_path):
     path = tmp_path / "lock"
-    held = locks.acquire(path)
-    assert held is not None and locks.acquire(path) is None
-    locks.release(path, held)
+    held = files.Lock(path)
+    assert files.try_lock(path) is None
+    held.release()
     assert not path.exists()
     script = (
-        "import pathlib, sys, time; from mlx_kda import locks\n"
-        "held = locks.acquire(pathlib.Path(sys.argv[1]))\n"
+        "import pathlib, sys, time; from mlx_kda.files import Lock\n"
+        "held = Lock(pathlib.Path(sys.argv[1]))\n"
         "print('held', flush=True); time.sleep(300)"
     )
     with subprocess.Popen(
         [sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE
     ) as process:
         assert process.stdout.readline() == b"held\n"
-        assert locks.acquire(path) is None
+        assert files.try_lock(path) is None
         process.kill()
-    again = locks.acquire(path)
-    assert again is not None
-    locks.release(path, again)
+    files.Lock(path).release()
 
 
 def test_a_lock_file_that_is_removed_while_it_is_taken(tmp_path, monkeypatch):
-    """The one before lets go between the opening and the lock: the file held is the one there."""
-    path, real = tmp_path / "lock", locks.try_lock
+    """Its holder releases it between our opening and our lock: we hold the file that is there."""
+    path, real = tmp_path / "lock", fcntl.flock
+    path.touch()
 
-    def try_lock(handle):
-        monkeypatch.setattr(locks, "try_lock", real)
+    def flock(handle, how):
+        monkeypatch.setattr(fcntl, "flock", real)
         path.unlink()
-        return real(handle)
+        return real(handle, how)
 
-    monkeypatch.setattr(locks, "try_lock", try_lock)
-    held = locks.acquire(path)
-    assert locks.is_at(path, held) and locks.acquire(path) is None
-    locks.release(path, held)
+    monkeypatch.setattr(fcntl, "flock", flock)
+    held = files.Lock(path)
+    assert held.is_there and files.try_lock(path) is None
+    held.release()
 
 
-def test_a_disk_that_numbers_its_files_anew(tmp_path, monkeypatch):
-    """Where no file is ever seen to be the one that was opened, a lock is no endless loop."""
-    monkeypatch.setattr(locks, "is_at", lambda path, handle: False)
-    held = locks.acquire(tmp_path / "lock")
-    assert held is not None and locks.acquire(tmp_path / "lock") is None
-    held.close()
+def test_a_lock_file_of_another_process_is_not_removed(tmp_path):
+    """Somebody has removed ours, another process has made its own under the same name."""
+    held = files.Lock(tmp_path / "lock")
+    held.path.unlink()
+    other = files.Lock(tmp_path / "lock")
+    held.release()
+    assert not held.is_there and other.is_there and files.try_lock(other.path) is None
+    other.release()
+
+
+@pytest.mark.parametrize("code", [errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS])
+def test_a_file_system_without_locks(tmp_path, monkeypatch, gone, code):
+    """Nothing keeps two processes apart there, but they run, and what was left is removed."""
+
+    def flock(handle, how):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    first, second = files.Lock(tmp_path / "lock"), files.Lock(tmp_path / "lock")
+    second.release()
+    first.release()
+    left = tmp_path / f".s.{gone}.0badcafe.tmp"
+    left.touch()
+    os.utime(left, (1, 1))
+    files.write_text(tmp_path / "s", "whole")
+    assert os.listdir(tmp_path) == ["s"]
+
+
+def test_a_lock_makes_no_folder(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        files.try_lock(tmp_path / "missing" / "lock")
+    assert not os.listdir(tmp_path)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from ..files import hold, leave, write_text
+from ..files import try_lock, write_text
 from .timing import STEADY
 
 Row = dict[str, Any]
@@ -43,11 +43,11 @@ class Saving:
         _make(folder)
         if not os.access(folder, os.W_OK):
             raise UserError(f"the folder {folder} cannot be written")
-        self._place = folder / f".{name}.lock"
+        place = folder / f".{name}.lock"
         try:
-            lock = hold(self._place)
+            lock = try_lock(place)
         except OSError as e:
-            raise UserError(f"cannot write {self._place}: {e.strerror}") from e
+            raise UserError(f"cannot write {place}: {e.strerror}") from e
         if lock is None:
             raise UserError(
                 f"another run of bench {name} writes to {folder}: wait for it, or name another"
@@ -72,7 +72,7 @@ class Saving:
 
     def close(self) -> None:
         """Leave the folder to other runs; rows that were not finished stay."""
-        leave(self._place, self._lock)
+        self._lock.release()
 
 
 def _write(path: Path, text: str) -> None:

@@ -4,10 +4,10 @@ import itertools
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from ..errors import UserError
-from ..files import hold, leave
+from ..files import Lock, try_lock
 from .output import note
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Keeper:
     def __init__(self, path: str | Path | None):
         """Raises UserError where another program keeps the file."""
         self.path = None if path is None else Path(path)
-        self._lock: tuple[Path, BinaryIO] | None = None
+        self._lock: Lock | None = None
         if self.path is not None and not self._hold(self.path):
             raise UserError(
                 f"{self.path} is in use by another mlx-kda: end that one, or name another file"
@@ -54,7 +54,7 @@ class Keeper:
     def close(self) -> None:
         """Leave the file to others."""
         if self._lock is not None:
-            leave(*self._lock)
+            self._lock.release()
             self._lock = None
 
     def save(self, session: "Session") -> None:
@@ -106,13 +106,12 @@ class Keeper:
     def _hold(self, path: Path) -> bool:
         """Whether the file is this program's now, and no longer the one that was."""
         file = path.resolve()
-        lock = file.with_name(f".{file.name}.lock")
         try:
-            held = hold(lock)
+            lock = try_lock(file.with_name(f".{file.name}.lock"))
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror}") from error
-        if held is None:
+        if lock is None:
             return False
         self.close()
-        self._lock = lock, held
+        self._lock = lock
         return True

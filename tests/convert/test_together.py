@@ -1,5 +1,7 @@
 """Conversions to one output at the same moment: one writes it whole, the others say one line."""
 
+import errno
+import fcntl
 import json
 import subprocess
 import sys
@@ -8,7 +10,6 @@ import time
 import pytest
 from helpers.tiny_checkpoint import write_checkpoint
 
-from mlx_kda import locks
 from mlx_kda.convert import building, convert, run, verify
 from mlx_kda.errors import UserError
 
@@ -125,15 +126,15 @@ def test_the_other_finishes_between_the_folder_and_its_lock(
     source, tmp_path, monkeypatch, overwrite
 ):
     """A second --resume used to be told to look at the output, or that it was in the way."""
-    out, real, said = tmp_path / "out", locks.acquire, []
+    out, real, said = tmp_path / "out", building.try_lock, []
 
-    def acquire(path):
-        monkeypatch.setattr(locks, "acquire", real)
+    def lock_later(path, remove):
+        monkeypatch.setattr(building, "try_lock", real)
         path.parent.rmdir()
         convert(source, out)
-        return real(path)
+        return real(path, remove)
 
-    monkeypatch.setattr(locks, "acquire", acquire)
+    monkeypatch.setattr(building, "try_lock", lock_later)
     report = convert(source, out, resume=True, overwrite=overwrite, say=said.append)
     assert report.tensors_out and "whole already" in said[-1]
     is_whole_and_alone(out)
@@ -217,8 +218,8 @@ def test_a_file_system_without_locks(source, tmp_path, monkeypatch):
     """Some network disks have none: a conversion there goes on without."""
 
     def flock(file, how):
-        raise OSError(locks.errno.ENOTSUP, "Operation not supported")
+        raise OSError(errno.ENOTSUP, "Operation not supported")
 
-    monkeypatch.setattr(locks.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     convert(source, tmp_path / "out")
     is_whole_and_alone(tmp_path / "out")
