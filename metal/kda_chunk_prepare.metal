@@ -172,7 +172,7 @@ for (int base = 0; base < Dk; base += W) {
       KDA_UNROLL
       for (int j = 0; j < 4; ++j) {
         const int t = 4 * i + j;
-        k_before[j] = static_cast<OpT>(ERASE ? k_c[t] * prefix[t] * before : 0.0f);
+        k_before[j] = static_cast<OpT>(DELTA_RULE ? k_c[t] * prefix[t] * before : 0.0f);
         q_before[j] = static_cast<OpT>(q_c[t] * prefix[t] * before);
         k_after[j] = k_c[t] * suffix[t] * after;
       }
@@ -260,13 +260,13 @@ threadgroup_barrier(mem_flags::mem_threadgroup);
     n = kda_sum16(stage + tid * PART);
     m = kda_sum16(stage + (tid + 2 * KDA_TILE) * PART);
   }
-  below[tid] = ERASE && i > j ? beta_s[block * 8 + i] * n : 0.0f;
+  below[tid] = DELTA_RULE && i > j ? beta_s[block * 8 + i] * n : 0.0f;
   tri_at[(3 + 2 * block) * KDA_TILE + entry] = m;
   const int at = block * KDA_TILE + entry;
   const float sum = (across[at] + across[2 * KDA_TILE + at]) +
       (across[4 * KDA_TILE + at] + across[6 * KDA_TILE + at]);
   if (block == 0) {
-    corner[entry] = ERASE ? beta_s[8 + i] * sum : 0.0f;
+    corner[entry] = DELTA_RULE ? beta_s[8 + i] * sum : 0.0f;
   } else {
     tri_at[4 * KDA_TILE + entry] = sum;
   }

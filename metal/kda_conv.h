@@ -1,55 +1,59 @@
 // The short convolution and what surrounds it, shared by kda_decode and kda_prologue.
 //
-// x [B,T,channels] are the new tokens and window [B,TAPS-1,channels] those before; taps
-// [channels,TAPS], oldest first. The pointers keep the address space they come with.
+// x [B,T,channels] are the new tokens and window [B,CONV_KERNEL-1,channels] those before;
+// conv_weight [channels,CONV_KERNEL], oldest first. The pointers keep the address space they come with.
 
 // Input of `channel`, `from` tokens after the first new one (negative: in the window).
-template <int TAPS, typename X, typename Window>
+template <int CONV_KERNEL, typename X, typename Window>
 KDA_FUNC float kda_input(X x, Window window, int b, int T, int from, int channels, int channel) {
   if (from < 0) {
-    return float(window[(size_t(b) * (TAPS - 1) + (from + TAPS - 1)) * channels + channel]);
+    return float(
+        window[(size_t(b) * (CONV_KERNEL - 1) + (from + CONV_KERNEL - 1)) * channels + channel]);
   }
   return float(x[(size_t(b) * T + from) * channels + channel]);
 }
 
 // One channel of one token.
-template <int TAPS, typename X, typename Window, typename Taps>
+template <int CONV_KERNEL, typename X, typename Window, typename ConvWeight>
 KDA_FUNC float kda_conv_silu(
-    X x, Window window, Taps taps, int b, int T, int t, int channels, int channel) {
+    X x, Window window, ConvWeight conv_weight, int b, int T, int t, int channels, int channel) {
   float sum = 0.0f;
   KDA_UNROLL
-  for (int j = 0; j < TAPS; ++j) {
-    const int from = t + j - (TAPS - 1);
-    const float input = kda_input<TAPS>(x, window, b, T, from, channels, channel);
-    sum = fma(float(taps[channel * TAPS + j]), input, sum);
+  for (int j = 0; j < CONV_KERNEL; ++j) {
+    const int from = t + j - (CONV_KERNEL - 1);
+    const float input = kda_input<CONV_KERNEL>(x, window, b, T, from, channels, channel);
+    sum = fma(float(conv_weight[channel * CONV_KERNEL + j]), input, sum);
   }
   return sum * kda_sigmoid(sum);
 }
 
 // The input of `channel` at row i of the window that follows `valid` new tokens.
-template <int TAPS, typename X, typename Window>
+template <int CONV_KERNEL, typename X, typename Window>
 KDA_FUNC float kda_next_window(
     X x, Window window, int b, int T, int valid, int i, int channels, int channel) {
-  return kda_input<TAPS>(x, window, b, T, valid + i - (TAPS - 1), channels, channel);
+  return kda_input<CONV_KERNEL>(x, window, b, T, valid + i - (CONV_KERNEL - 1), channels, channel);
 }
 
 // Tokens first .. last of one head of D channels, by one SIMD-group: lane = channels 32 i + lane.
-template <int TAPS, int D, bool UNIT, typename InT, typename X, typename Window, typename Taps>
+template <
+    int CONV_KERNEL, int D, bool UNIT, typename InT, typename X, typename Window,
+    typename ConvWeight>
 KDA_FUNC void kda_conv_rows(
-    X x, Window window, Taps taps, device InT* out, int b, int T, int first, int last, int valid,
-    int heads, int head, int lane) {
+    X x, Window window, ConvWeight conv_weight, device InT* out, int b, int T, int first, int last,
+    int valid, int heads, int head, int lane) {
   const int channels = heads * D;
-  float weight[D / 32][TAPS];
-  float past[D / 32][TAPS];
+  float weight[D / 32][CONV_KERNEL];
+  float past[D / 32][CONV_KERNEL];
   KDA_UNROLL
   for (int i = 0; i < D / 32; ++i) {
     const int channel = head * D + 32 * i + lane;
     KDA_UNROLL
-    for (int j = 0; j < TAPS; ++j) {
-      weight[i][j] = float(taps[channel * TAPS + j]);
+    for (int j = 0; j < CONV_KERNEL; ++j) {
+      weight[i][j] = float(conv_weight[channel * CONV_KERNEL + j]);
       past[i][j] = 0.0f;
       if (j > 0 && first < valid) {
-        past[i][j] = kda_input<TAPS>(x, window, b, T, first + j - TAPS, channels, channel);
+        past[i][j] =
+            kda_input<CONV_KERNEL>(x, window, b, T, first + j - CONV_KERNEL, channels, channel);
       }
     }
   }
@@ -61,13 +65,13 @@ KDA_FUNC void kda_conv_rows(
       y[i] = 0.0f;
       if (t < valid) {
         KDA_UNROLL
-        for (int j = 0; j + 1 < TAPS; ++j) {
+        for (int j = 0; j + 1 < CONV_KERNEL; ++j) {
           past[i][j] = past[i][j + 1];
           y[i] = fma(weight[i][j], past[i][j], y[i]);
         }
-        past[i][TAPS - 1] =
+        past[i][CONV_KERNEL - 1] =
             float(x[(size_t(b) * T + t) * channels + head * D + 32 * i + lane]);
-        y[i] = fma(weight[i][TAPS - 1], past[i][TAPS - 1], y[i]);
+        y[i] = fma(weight[i][CONV_KERNEL - 1], past[i][CONV_KERNEL - 1], y[i]);
         y[i] *= kda_sigmoid(y[i]);
       }
       sum = fma(y[i], y[i], sum);

@@ -1,13 +1,14 @@
 // kda_decode: a KDA layer between its projections, for T <= 8 tokens: short convolution and SiLU,
 // L2 norms, gate, write strength, recurrence, gated RMSNorm.
 //
-//   x_t = silu(sum_j w_j x~_(t-TAPS+1+j))   over the window and the new tokens, for q, k and v
+//   x_t = silu(sum_j w_j x~_(t-CONV_KERNEL+1+j))   over the window and new tokens, for q, k and v
 //   q, k <- x / sqrt(sum x^2 + 1e-6)        S <- S * a_t;  e = beta_t (v_t - S k_t)
 //   S <- S + e k_t^T;  o_t = S (scale q_t)  y_t = o_t / sqrt(mean o_t^2 + eps) * weight * sigmoid(z)
 //
 // Inputs   q, k [B,T,H*Dk]  v [B,T,Hv*Dv]: projections, before the convolution
-//          q_window, k_window, v_window [B,TAPS-1,...]: the tokens before
-//          q_taps, k_taps, v_taps [channels,TAPS]  g, A_log, dt_bias, beta (see kda_common.h)
+//          q_window, k_window, v_window [B,CONV_KERNEL-1,...]: the tokens before
+//          q_conv_weight, k_conv_weight, v_conv_weight [channels,CONV_KERNEL]
+//          g, A_log, dt_bias, beta (see kda_common.h)
 //          z [B,T,Hv,Dv]: output gate  weight [Dv]  state [B,Hv,Dv,Dk] float  lengths [>=B] int
 //          dims [T, H, Hv] int  params [scale, bound, eps] float
 // Outputs  y [B,T,Hv,Dv]; state_out [B,KEEP ? T : 1,Hv,Dv,Dk], with KEEP the state after each
@@ -72,9 +73,9 @@ for (int item = sg; item < 4 * valid; item += SG) {
     for (int i = lane; i < Dk; i += 32) {  // not unrolled: registers are full of state
       float x = 0.0f;
       if (kind == 0) {
-        x = kda_conv_silu<TAPS>(q, q_window, q_taps, b, T, t, H * Dk, h * Dk + i);
+        x = kda_conv_silu<CONV_KERNEL>(q, q_window, q_conv_weight, b, T, t, H * Dk, h * Dk + i);
       } else {
-        x = kda_conv_silu<TAPS>(k, k_window, k_taps, b, T, t, H * Dk, h * Dk + i);
+        x = kda_conv_silu<CONV_KERNEL>(k, k_window, k_conv_weight, b, T, t, H * Dk, h * Dk + i);
       }
       to[i] = x;
       sum = fma(x, x, sum);
@@ -86,7 +87,7 @@ for (int item = sg; item < 4 * valid; item += SG) {
   } else if (kind == 2) {
     for (int i = lane; i < Dv; i += 32) {
       v_s[t * Dv + i] =
-          kda_conv_silu<TAPS>(v, v_window, v_taps, b, T, t, Hv * Dv, hv * Dv + i);
+          kda_conv_silu<CONV_KERNEL>(v, v_window, v_conv_weight, b, T, t, Hv * Dv, hv * Dv + i);
     }
   } else {
     for (int i = lane; i < Dk; i += 32) {
@@ -177,22 +178,22 @@ for (int t = sg; t < T; t += SG) {
   }
 }
 
-// The windows: of the tokens before and the valid new ones, the last TAPS-1. Value heads that
+// The windows: of the tokens before and the valid new ones, the last CONV_KERNEL-1. Value heads that
 // share a key head would write the same q and k windows: the first does.
 if (hv % (Hv / H) == 0) {
-  for (int i = tid; i < (TAPS - 1) * Dk; i += THREADS) {
+  for (int i = tid; i < (CONV_KERNEL - 1) * Dk; i += THREADS) {
     const int row = i / Dk;
     const int channel = h * Dk + i % Dk;
-    const size_t to = (size_t(b) * (TAPS - 1) + row) * H * Dk + channel;
+    const size_t to = (size_t(b) * (CONV_KERNEL - 1) + row) * H * Dk + channel;
     q_window_out[to] = static_cast<InT>(
-        kda_next_window<TAPS>(q, q_window, b, T, valid, row, H * Dk, channel));
+        kda_next_window<CONV_KERNEL>(q, q_window, b, T, valid, row, H * Dk, channel));
     k_window_out[to] = static_cast<InT>(
-        kda_next_window<TAPS>(k, k_window, b, T, valid, row, H * Dk, channel));
+        kda_next_window<CONV_KERNEL>(k, k_window, b, T, valid, row, H * Dk, channel));
   }
 }
-for (int i = tid; i < (TAPS - 1) * Dv; i += THREADS) {
+for (int i = tid; i < (CONV_KERNEL - 1) * Dv; i += THREADS) {
   const int row = i / Dv;
   const int channel = hv * Dv + i % Dv;
-  v_window_out[(size_t(b) * (TAPS - 1) + row) * Hv * Dv + channel] = static_cast<InT>(
-      kda_next_window<TAPS>(v, v_window, b, T, valid, row, Hv * Dv, channel));
+  v_window_out[(size_t(b) * (CONV_KERNEL - 1) + row) * Hv * Dv + channel] = static_cast<InT>(
+      kda_next_window<CONV_KERNEL>(v, v_window, b, T, valid, row, Hv * Dv, channel));
 }

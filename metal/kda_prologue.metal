@@ -1,18 +1,19 @@
 // kda_prologue: what stands between a layer's projections and its prefill kernels: short
 // convolution and SiLU of q, k and v, L2 norm of q and k.
 //
-//   x_t = silu(sum_j w_j x~_(t-TAPS+1+j))   over the window and the new tokens
+//   x_t = silu(sum_j w_j x~_(t-CONV_KERNEL+1+j))   over the window and the new tokens
 //   q, k <- x / sqrt(sum x^2 + 1e-6)        a head at a time
 //
 // Inputs   q, k [B,T,H*Dk]  v [B,T,Hv*Dv]: projections
-//          q_window, k_window, v_window [B,TAPS-1,...]: the tokens before
-//          q_taps, k_taps, v_taps [channels,TAPS]  lengths [>=B] int  dims [T, H, Hv] int
+//          q_window, k_window, v_window [B,CONV_KERNEL-1,...]: the tokens before
+//          q_conv_weight, k_conv_weight, v_conv_weight [channels,CONV_KERNEL]
+//          lengths [>=B] int  dims [T, H, Hv] int
 // Outputs  q_out, k_out [B,T,H,Dk]  v_out [B,T,Hv,Dv], 0 past a row's length
 //          windows as they came in, moved on by lengths
 //
 // Thread map: a threadgroup of 3 SIMD-groups (q, k, v) a batch row, head and 16 tokens; grid
-// (96 * ceil(T / 16), B * Hv). A lane keeps the taps and the last inputs of its D/32 channels in
-// registers while it walks the tokens. Value heads that share a key head: the first does q and k.
+// (96 * ceil(T / 16), B * Hv). A lane keeps the weights and the last inputs of its D/32 channels
+// in registers while it walks the tokens. Value heads that share a key head: the first does q and k.
 // Threadgroup bytes: 0.
 // Order of reductions: a lane over its channels, then simd_sum.
 // Why: as separate operations these pass a token's q, k and v through memory eight times; here
@@ -34,35 +35,35 @@ const int last = min(first + TOKENS, T);
 const bool leads = hv % (Hv / H) == 0;
 
 if (kind == 0 && leads) {
-  kda_conv_rows<TAPS, Dk, true, InT>(
-      q, q_window, q_taps, q_out, b, T, first, last, valid, H, h, lane);
+  kda_conv_rows<CONV_KERNEL, Dk, true, InT>(
+      q, q_window, q_conv_weight, q_out, b, T, first, last, valid, H, h, lane);
 }
 if (kind == 1 && leads) {
-  kda_conv_rows<TAPS, Dk, true, InT>(
-      k, k_window, k_taps, k_out, b, T, first, last, valid, H, h, lane);
+  kda_conv_rows<CONV_KERNEL, Dk, true, InT>(
+      k, k_window, k_conv_weight, k_out, b, T, first, last, valid, H, h, lane);
 }
 if (kind == 2) {
-  kda_conv_rows<TAPS, Dv, false, InT>(
-      v, v_window, v_taps, v_out, b, T, first, last, valid, Hv, hv, lane);
+  kda_conv_rows<CONV_KERNEL, Dv, false, InT>(
+      v, v_window, v_conv_weight, v_out, b, T, first, last, valid, Hv, hv, lane);
 }
 if (first == 0) {
-  for (int row = 0; row < TAPS - 1; ++row) {
+  for (int row = 0; row < CONV_KERNEL - 1; ++row) {
     if (kind < 2 && leads) {
       for (int c = h * Dk + lane; c < (h + 1) * Dk; c += 32) {
-        const size_t to = (size_t(b) * (TAPS - 1) + row) * H * Dk + c;
+        const size_t to = (size_t(b) * (CONV_KERNEL - 1) + row) * H * Dk + c;
         if (kind == 0) {
           q_window_out[to] = static_cast<InT>(
-              kda_next_window<TAPS>(q, q_window, b, T, valid, row, H * Dk, c));
+              kda_next_window<CONV_KERNEL>(q, q_window, b, T, valid, row, H * Dk, c));
         } else {
           k_window_out[to] = static_cast<InT>(
-              kda_next_window<TAPS>(k, k_window, b, T, valid, row, H * Dk, c));
+              kda_next_window<CONV_KERNEL>(k, k_window, b, T, valid, row, H * Dk, c));
         }
       }
     }
     if (kind == 2) {
       for (int c = hv * Dv + lane; c < (hv + 1) * Dv; c += 32) {
-        v_window_out[(size_t(b) * (TAPS - 1) + row) * Hv * Dv + c] = static_cast<InT>(
-            kda_next_window<TAPS>(v, v_window, b, T, valid, row, Hv * Dv, c));
+        v_window_out[(size_t(b) * (CONV_KERNEL - 1) + row) * Hv * Dv + c] = static_cast<InT>(
+            kda_next_window<CONV_KERNEL>(v, v_window, b, T, valid, row, Hv * Dv, c));
       }
     }
   }

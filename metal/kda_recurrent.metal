@@ -91,12 +91,12 @@ for (int t0 = 0; t0 < valid; t0 += TB) {
       if (GATE != KDA_GATE_NONE) {
         S[i] = S[i] * a_s[at + 4 * i];
       }
-      if (ERASE) {
+      if (DELTA_RULE) {
         sum = fma(S[i], k_s[at + 4 * i], sum);
       }
     }
     float predicted = (sum.x + sum.y) + (sum.z + sum.w);
-    if (ERASE) {
+    if (DELTA_RULE) {
       predicted += simd_shuffle_xor(predicted, 1);
       predicted += simd_shuffle_xor(predicted, 2);
     }

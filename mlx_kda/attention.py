@@ -65,7 +65,7 @@ def kda(
     scale: float | None = None,
     state: mx.array | None = None,
     lengths: mx.array | None = None,
-    erase: bool = True,
+    delta_rule: bool = True,
     path: str = "auto",
     runner: str = "auto",
 ) -> tuple[mx.array, mx.array]:
@@ -82,7 +82,7 @@ def kda(
         scale: factor on q, Dk**-0.5 unless given.
         state: [B, Hv, Dv, Dk] float32; zeros unless given.
         lengths: [B] integers; tokens at and past a row's length change nothing and output 0.
-        erase: False leaves the delta rule out: (gated) linear attention.
+        delta_rule: False leaves the delta rule out: (gated) linear attention.
         path: "auto"; "reference", "step" or "chunk" (MLX operations, on any device); or the
             Metal kernels "kda_recurrent" or "kda_chunk".
         runner: what runs a kernel: "metal", "emulator", "emulator-fast", "cuda", or "auto" (the
@@ -96,7 +96,7 @@ def kda(
         ValueError: a shape, dtype or path that does not fit, named.
         UserError: a kernel on a machine that cannot run it.
     """
-    p = Problem.read(q, k, v, g, beta, scale, state, lengths, erase)
+    p = Problem.read(q, k, v, g, beta, scale, state, lengths, delta_rule)
     choice = _choose(p, path, runner)
     if choice.path in _OPS:
         return _OPS[choice.path](p, q, k, v, g, beta, state, lengths)
@@ -113,7 +113,7 @@ def explain(
     scale: float | None = None,
     state: mx.array | None = None,
     lengths: mx.array | None = None,
-    erase: bool = True,
+    delta_rule: bool = True,
     path: str = "auto",
     runner: str = "auto",
 ) -> Choice:
@@ -123,7 +123,7 @@ def explain(
         ValueError: a shape, dtype or path that does not fit, named; a kernel asked for that has
             no instantiation for these arguments, with the reason.
     """
-    return _choose(Problem.read(q, k, v, g, beta, scale, state, lengths, erase), path, runner)
+    return _choose(Problem.read(q, k, v, g, beta, scale, state, lengths, delta_rule), path, runner)
 
 
 def _choose(p: Problem, path: str, runner: str) -> Choice:
@@ -182,7 +182,7 @@ def _by_kernel(
 ) -> tuple[mx.array, mx.array]:
     """Run a kernel so that its gradient is that of the chunkwise operations."""
     run = chunk.kda_chunk if path == "kda_chunk" else recurrent.kda_recurrent
-    options = {"scale": p.scale, "lengths": lengths, "erase": p.erase, "runner": runner}
+    options = {"scale": p.scale, "lengths": lengths, "delta_rule": p.delta_rule, "runner": runner}
     given = [x for x in (g, state) if x is not None]
 
     def spread(arrays):

@@ -141,7 +141,7 @@ def _inputs(layer: KimiDeltaAttention, T: int, dtype: mx.Dtype) -> tuple[Project
     common = draw(1, 1, H * Dk)
     q, k = (0.3 * draw(1, T, H * Dk) + common for _ in range(2))
     wide = [q, k, draw(1, T, Hv * Dv), draw(1, T, Hv, Dk), draw(1, T, Hv) + 2, draw(1, T, Hv, Dv)]
-    windows = [draw(1, layer.taps - 1, x.shape[-1]).astype(dtype) for x in wide[:3]]
+    windows = [draw(1, layer.conv_kernel - 1, x.shape[-1]).astype(dtype) for x in wide[:3]]
     return (
         Projections(*(x.astype(dtype) for x in wide)),
         Memory(*windows, draw(1, Hv, Dv, Dk)),
@@ -239,10 +239,10 @@ def machine() -> dict[str, str]:
 
 def _key(model: Any, dtype: mx.Dtype) -> str:
     layer = model.kda_layers[0]
-    law = "softplus" if layer.lower_bound is None else "bounded"
+    gate = "softplus" if layer.lower_bound is None else "bounded"
     beta = "twice" if layer.negative_eigenvalues else "sigmoid"
     sizes = f"{layer.head_dim} {layer.v_head_dim} {layer.num_v_heads // layer.num_heads}"
-    kind = f"{sizes} {layer.taps} {law} {beta} {dtype}"
+    kind = f"{sizes} {layer.conv_kernel} {gate} {beta} {dtype}"
     routers = {
         f"{m.e_score_correction_bias.size} {m.top_k} {m.groups} {m.kept_groups} {m.activation}"
         for m in (each.mlp for each in model.layers)

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from helpers import layer64, on_cuda, plain_cuda, sanitizer  # noqa: E402
-from helpers.kernels import OPS, as_dtype, f32, law, memory, numpy, rounded, run, step  # noqa: E402
+from helpers.kernels import OPS, as_dtype, f32, gate_of, memory, numpy, rounded, run, step  # noqa: E402
 
 from mlx_kda.kernels.epilogue import kda_epilogue  # noqa: E402
 from mlx_kda.kernels.prologue import kda_prologue  # noqa: E402
@@ -64,8 +64,8 @@ def check(part: int = 0, parts: int = 1) -> bool:
              for mode in MODES for dtype in ("float32", "bfloat16") for row in oracle.ROWS
              if (mode, dtype) != ("half", "float32")]  # fmt: skip
     calls += [partial(one_drift, mode, row) for mode in MODES for row in DRIFT]
-    calls += [partial(one_lineage, kernel, gate, erase) for kernel in OPS
-              for gate, erase in (("channel", False), ("head", True), ("none", True))]  # fmt: skip
+    calls += [partial(one_lineage, kernel, gate, rule) for kernel in OPS
+              for gate, rule in (("channel", False), ("head", True), ("none", True))]  # fmt: skip
     calls += [partial(one_prefill, mode, Dk, Dv) for mode in MODES
               for Dk, Dv in ((32, 96), (160, 64), (256, 256))]  # fmt: skip
     calls += [partial(one_layer, *layer, bound) for layer in LAYERS for bound in (None, -5.0)]
@@ -123,16 +123,16 @@ def one_drift(mode, row, T=4096) -> bool:
     return ok
 
 
-def one_lineage(kernel, gate, erase) -> bool:
-    """Gates a head, no gate, no erase; Hv > H, from a state."""
+def one_lineage(kernel, gate, delta_rule) -> bool:
+    """Gates a head, no gate, no delta_rule; Hv > H, from a state."""
     x = oracle.make("collinear", T=45, B=2, H=1, Hv=3, Dk=64, Dv=32).with_state()
     g = {"channel": x.g, "head": x.g[..., 0], "none": None}[gate]
     x = oracle.Inputs(x.q, x.k, x.v, g, x.beta, x.state)
-    truth = oracle.recurrence(*x.arrays(), state=x.state, erase=erase)
-    got = run(kernel, x, erase=erase, runner=RUNNER)
+    truth = oracle.recurrence(*x.arrays(), state=x.state, delta_rule=delta_rule)
+    got = run(kernel, x, delta_rule=delta_rule, runner=RUNNER)
     errors = [oracle.error(a, t) for a, t in zip(got, truth, strict=True)]
     ok = all(e < 2e-6 for e in errors)
-    say(test=f"{kernel}, gate {gate}, erase {erase}", o=errors[0], state=errors[1], ok=ok)
+    say(test=f"{kernel}, gate {gate}, delta_rule {delta_rule}", o=errors[0], state=errors[1], ok=ok)
     return ok
 
 
@@ -230,7 +230,7 @@ def one_layer(T, Dk, Dv, dtype, bound, B=2) -> bool:
                   runner=RUNNER)  # fmt: skip
     qkv, _ = kda_prologue(
         *(f32(x).astype(kind) for x in (layer.q, layer.k, layer.v)),
-        taps=tuple(f32(t).astype(kind) for t in layer.taps),
+        conv_weight=tuple(f32(t).astype(kind) for t in layer.conv_weight),
         windows=memory(layer, dtype)[:3],
         H=1,
         Hv=2,
@@ -295,7 +295,7 @@ def raw_prefill(kernel) -> bool:
     layer = layer64.make(B=1, T=18, H=1, Hv=2, Dk=32, Dv=32)
     q, k, v = (f32(x) for x in layer.mixed())
     got = OPS[kernel](q, k, v, f32(layer.a), f32(layer.b), state=f32(layer.state),
-                      law=law(layer), beta_law="sigmoid", runner=RUNNER)  # fmt: skip
+                      gate=gate_of(layer), beta_kind="sigmoid", runner=RUNNER)  # fmt: skip
     truth = oracle.recurrence(*layer.mixed(), layer.gate(), layer.beta(), state=layer.state)
     errors = [oracle.error(numpy(x), t) for x, t in zip(got, truth, strict=True)]
     ok = all(e < 2e-6 for e in errors)

@@ -23,7 +23,7 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def layer():
-    layer = KimiDeltaAttention(16, 1, 32, taps=4, norm_eps=1e-5)
+    layer = KimiDeltaAttention(16, 1, 32, conv_kernel=4, norm_eps=1e-5)
     layer.dt_bias = mx.random.uniform(-4, 1, layer.dt_bias.shape)
     return layer.eval()
 
@@ -198,7 +198,7 @@ def test_a_wrong_router_is_seen(monkeypatch, change):
 
 
 def test_sizes_without_a_kernel_are_no_fault():
-    layer = KimiDeltaAttention(16, 1, 24, taps=4, norm_eps=1e-5).eval()
+    layer = KimiDeltaAttention(16, 1, 24, conv_kernel=4, norm_eps=1e-5).eval()
     verdicts = list(doctor.check(layer, mx.float32, "emulator-fast"))
     assert all(v.ok and v.kernel == doctor.NONE for v in verdicts)
     assert "operations run: Dk = 24 is not a multiple of 32" in doctor.describe(verdicts[0])

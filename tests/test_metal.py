@@ -44,7 +44,7 @@ def test_the_op_meets_the_bar(path, row):
 def test_the_kernels_of_a_layer_pass_the_self_check(dtype, bound, sizes):
     H, Dk, Hv, Dv = sizes
     layer = KimiDeltaAttention(
-        32, H, Dk, taps=4, norm_eps=1e-5, lower_bound=bound, num_v_heads=Hv, v_head_dim=Dv
+        32, H, Dk, conv_kernel=4, norm_eps=1e-5, lower_bound=bound, num_v_heads=Hv, v_head_dim=Dv
     ).eval()
     layer.dt_bias = mx.random.uniform(-4, 1, layer.dt_bias.shape)
     verdicts = list(doctor.check(layer, dtype, RUNNER))

@@ -112,7 +112,7 @@ def _decode(x: _Inputs):
     from ..kernels.decode import Memory, kda_decode
 
     window = mx.zeros((1, 3, x.D), x.dtype)
-    taps = mx.ones((x.D, 4), x.dtype)
+    conv_weight = mx.ones((x.D, 4), x.dtype)
     flat = x.q[:, :1, 0]
     return kda_decode(
         flat,
@@ -121,7 +121,7 @@ def _decode(x: _Inputs):
         x.g[:, :1],
         x.beta[:, :1],
         x.v[:, :1],
-        taps=(taps, taps, taps),
+        conv_weight=(conv_weight, conv_weight, conv_weight),
         weight=mx.ones((x.D,), x.dtype),
         eps=1e-5,
         memory=Memory(window, window, window, x.state),

@@ -14,7 +14,7 @@ from .graph import as_on_metal, launches, state_arrays
 from .shapes import as_loaded, config, pack
 
 _48B = config("48b", vocab=128)
-# Layers, experts chosen, taps and groups of the 48B; sizes that quantise and nothing more.
+# Layers, experts chosen, convolution kernel and groups of the 48B; sizes that just quantise.
 CONFIG = _48B | {
     "hidden_size": 128,
     "num_attention_heads": 2,

@@ -97,7 +97,7 @@ def _verdicts(folder: str | None, heads: int, runner: str) -> Iterator[Any]:
         model = loading.load_model(folder)
         yield from doctor.check_model(model, model.model.dtype, runner)
         return
-    layer = KimiDeltaAttention(64, heads, 128, taps=4, norm_eps=1e-5)
+    layer = KimiDeltaAttention(64, heads, 128, conv_kernel=4, norm_eps=1e-5)
     layer.dt_bias = mx.random.uniform(-4, 1, layer.dt_bias.shape)
     yield from doctor.check(layer.eval(), mx.bfloat16, runner)
     moe = MoE(64, 32, 256, top_k=8, scale=2.446)

@@ -1,4 +1,4 @@
-"""What the kernels' wrappers share: gate laws, the template constants, inputs in kernel form."""
+"""What the kernels' wrappers share: gates, the template constants, inputs in kernel form."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from ..runners.kernel import choose
 
 DIMS = tuple(range(32, 257, 32))
 _GATES = {"none": 0, "head": 1, "channel": 2, "softplus": 3, "bounded": 4}
-BETA_LAWS = {"given": 0, "sigmoid": 1, "twice": 2}
+BETA_KINDS = {"given": 0, "sigmoid": 1, "twice": 2}
 
 
 @dataclass(frozen=True)
-class GateLaw:
+class Gate:
     """How a raw gate a [B, T, Hv, Dk] becomes a log decay, inside the kernel.
 
     ``g = -exp(A_log) softplus(a + dt_bias)``, or with a lower bound (negative)
@@ -57,22 +57,22 @@ class Decay:
         shape: tuple[int, int, int, int],
         g: mx.array | None,
         beta: mx.array,
-        law: GateLaw | None,
-        beta_law: str,
+        gate: Gate | None,
+        beta_kind: str,
     ) -> "Decay":
-        """Check g, beta and the laws against shape = (B, T, Hv, Dk)."""
+        """Check g, beta and the gate against shape = (B, T, Hv, Dk)."""
         B, T, Hv, Dk = shape
-        if beta_law not in BETA_LAWS:
-            raise ValueError(f"beta_law must be one of {', '.join(BETA_LAWS)}, got {beta_law!r}")
+        if beta_kind not in BETA_KINDS:
+            raise ValueError(f"beta_kind must be one of {', '.join(BETA_KINDS)}, got {beta_kind!r}")
         if tuple(beta.shape) != (B, T, Hv):
             raise ValueError(f"beta must be [B, T, Hv] = {(B, T, Hv)}, got shape {beta.shape}")
         kind = "none"
-        if law is not None:
-            law.check(Hv, Dk)
+        if gate is not None:
+            gate.check(Hv, Dk)
             if g is None or tuple(g.shape) != (B, T, Hv, Dk):
                 got = None if g is None else g.shape
                 raise ValueError(f"a raw gate must be [B, T, Hv, Dk] = {shape}, got shape {got}")
-            kind = "softplus" if law.lower_bound is None else "bounded"
+            kind = "softplus" if gate.lower_bound is None else "bounded"
         elif g is not None:
             if g.dtype != mx.float32:
                 raise ValueError(f"g must be float32 (log decays do not fit {g.dtype})")
@@ -83,12 +83,12 @@ class Decay:
             kind = "channel" if g.ndim == 4 else "head"
         arrays = (
             unused() if g is None else in_device_memory(g),
-            unused() if law is None else in_device_memory(law.A_log),
-            unused() if law is None else in_device_memory(law.dt_bias),
+            unused() if gate is None else in_device_memory(gate.A_log),
+            unused() if gate is None else in_device_memory(gate.dt_bias),
             in_device_memory(beta),
         )
-        bound = 0.0 if law is None or law.lower_bound is None else float(law.lower_bound)
-        return cls(_GATES[kind], BETA_LAWS[beta_law], arrays, bound)
+        bound = 0.0 if gate is None or gate.lower_bound is None else float(gate.lower_bound)
+        return cls(_GATES[kind], BETA_KINDS[beta_kind], arrays, bound)
 
 
 def read(
@@ -100,13 +100,13 @@ def read(
     scale: float | None,
     state: mx.array | None,
     lengths: mx.array | None,
-    erase: bool,
-    law: GateLaw | None,
-    beta_law: str,
+    delta_rule: bool,
+    gate: Gate | None,
+    beta_kind: str,
 ) -> tuple[Problem, Decay]:
-    """Check one call of the op; `g` is a raw gate where there is a law."""
-    p = Problem.read(q, k, v, g if law is None else None, beta, scale, state, lengths, erase)
-    decay = Decay.read((p.B, p.T, p.Hv, p.Dk), g, beta, law, beta_law)
+    """Check one call of the op; `g` is a raw gate if there is a ``gate``."""
+    p = Problem.read(q, k, v, g if gate is None else None, beta, scale, state, lengths, delta_rule)
+    decay = Decay.read((p.B, p.T, p.Hv, p.Dk), g, beta, gate, beta_kind)
     return p, decay
 
 

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from .arguments import GateLaw, floats, integers, launches, lengths_or_full, read
+from .arguments import Gate, floats, integers, launches, lengths_or_full, read
 from .arguments import supported as _dims_supported
 from .sources import kernel
 
@@ -35,9 +35,9 @@ def kda_chunk(
     scale: float | None = None,
     state: mx.array | None = None,
     lengths: mx.array | None = None,
-    erase: bool = True,
-    law: GateLaw | None = None,
-    beta_law: str = "given",
+    delta_rule: bool = True,
+    gate: Gate | None = None,
+    beta_kind: str = "given",
     mode: str = "exact",
     segment: int | None = None,
     runner: str = "auto",
@@ -48,9 +48,9 @@ def kda_chunk(
     every launch short; a GPU may prepare the next one beside the scan of this one.
 
     Args:
-        q, k, v, g, beta, scale, state, lengths, erase: as `mlx_kda.kda_ref` takes them.
-        law: given, ``g`` is the raw gate a [B, T, Hv, Dk] in any float dtype.
-        beta_law: "given", "sigmoid" (``beta`` is the raw b) or "twice" (2 sigmoid(b)).
+        q, k, v, g, beta, scale, state, lengths, delta_rule: as `mlx_kda.kda_ref` takes them.
+        gate: if given, ``g`` is the raw gate a [B, T, Hv, Dk] in any float dtype.
+        beta_kind: "given", "sigmoid" (``beta`` is the raw b) or "twice" (2 sigmoid(b)).
         mode: "exact", float operands, as accurate as the recurrence in float32; or "half", K~
             and Q~ in float16 (the state, its updates and all sums stay float32), for 16-bit
             activations of at most 65,504: an output then errs by about 2**-12 |scale q| |S|, which
@@ -65,7 +65,7 @@ def kda_chunk(
     Raises:
         ValueError: a shape, dtype, head dimension, mode or segment that does not fit, named.
     """
-    p, decay = read(q, k, v, g, beta, scale, state, lengths, erase, law, beta_law)
+    p, decay = read(q, k, v, g, beta, scale, state, lengths, delta_rule, gate, beta_kind)
     ok, reason = supported(p.Dk, p.Dv, p.dtype, mode)
     if not ok:
         raise ValueError(f"kda_chunk: {reason}")
@@ -91,7 +91,7 @@ def kda_chunk(
                 ("Dk", p.Dk),
                 ("GATE", decay.gate),
                 ("BETA", decay.beta),
-                ("ERASE", erase),
+                ("DELTA_RULE", delta_rule),
             ],
             grid=(THREADS * chunks, heads, 1),
             threadgroup=(THREADS, 1, 1),

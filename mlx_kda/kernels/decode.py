@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .arguments import Decay, GateLaw, floats, integers, lengths_or_full
+from .arguments import Decay, Gate, floats, integers, lengths_or_full
 from .arguments import supported as _dims_supported
-from .prologue import MAX_TAPS, check, check_conv
+from .prologue import MAX_CONV_KERNEL, check, check_conv
 from .sources import kernel
 
 MAX_TOKENS = 8
@@ -15,18 +15,23 @@ MAX_TOKENS = 8
 class Memory(NamedTuple):
     """What a step hands to the next."""
 
-    q: mx.array  # windows [B, taps - 1, H * Dk], [B, taps - 1, H * Dk], [B, taps - 1, Hv * Dv]
-    k: mx.array
-    v: mx.array
+    q: mx.array  # window [B, conv_kernel - 1, H * Dk]
+    k: mx.array  # window [B, conv_kernel - 1, H * Dk]
+    v: mx.array  # window [B, conv_kernel - 1, Hv * Dv]
     state: mx.array  # [B, Hv, Dv, Dk] float32
 
 
-def supported(Dk: int, Dv: int, dtype: mx.Dtype, T: int = 1, taps: int = 4) -> tuple[bool, str]:
+def supported(
+    Dk: int, Dv: int, dtype: mx.Dtype, T: int = 1, conv_kernel: int = 4
+) -> tuple[bool, str]:
     """(True, why) where `kda_decode` can run, (False, why not) elsewhere."""
     if not 1 <= T <= MAX_TOKENS:
         return False, f"T = {T}: the decode kernel takes 1 to {MAX_TOKENS} tokens"
-    if not 2 <= taps <= MAX_TAPS:
-        return False, f"a convolution of {taps} taps: the decode kernel takes 2 to {MAX_TAPS}"
+    if not 2 <= conv_kernel <= MAX_CONV_KERNEL:
+        return (
+            False,
+            f"a convolution over {conv_kernel} tokens: the kernel takes 2 to {MAX_CONV_KERNEL}",
+        )
     return _dims_supported(Dk, Dv, dtype)
 
 
@@ -38,12 +43,12 @@ def kda_decode(
     beta: mx.array,
     z: mx.array,
     *,
-    taps: tuple[mx.array, mx.array, mx.array],
+    conv_weight: tuple[mx.array, mx.array, mx.array],
     weight: mx.array,
     eps: float,
     memory: Memory,
-    law: GateLaw | None = None,
-    beta_law: str = "sigmoid",
+    gate: Gate | None = None,
+    beta_kind: str = "sigmoid",
     scale: float | None = None,
     lengths: mx.array | None = None,
     keep: bool = False,
@@ -59,12 +64,11 @@ def kda_decode(
     Args:
         q, k: [B, T, H * Dk], T from 1 to 8: projections, before the convolution.
         v: [B, T, Hv * Dv].
-        g: raw gate a [B, T, Hv, Dk] with a ``law``; without one a log decay, float32, per channel,
-            [B, T, Hv] or None.
-        beta: [B, T, Hv]; by ``beta_law`` raw ("sigmoid", "twice") or "given".
+        g: raw gate a [B, T, Hv, Dk] if ``gate`` is given, otherwise a log decay, float32, per
+            channel, [B, T, Hv] or None.
+        beta: [B, T, Hv]; by ``beta_kind`` raw ("sigmoid", "twice") or "given".
         z: [B, T, Hv, Dv], raw output gate.
-        taps: convolution weights of q, k, v: one row of taps a channel, [channels, taps] or
-            [channels, taps, 1].
+        conv_weight: of q, k, v, [channels, conv_kernel] or [channels, conv_kernel, 1].
         weight, eps: of the output norm; weight [Dv].
         memory: what the step before returned (zeros at the start of a text).
         scale: factor on q, Dk**-0.5 unless given.
@@ -86,7 +90,7 @@ def kda_decode(
     B, Hv, Dv, Dk = memory.state.shape
     T = q.shape[1] if q.ndim == 3 else 0
     H = q.shape[-1] // Dk
-    width = check_conv(q, k, v, taps, memory[:3], (B, T, H * Dk, Hv * Dv))
+    width = check_conv(q, k, v, conv_weight, memory[:3], (B, T, H * Dk, Hv * Dv))
     check("z", z, (B, T, Hv, Dv))
     if H == 0 or Hv % H:
         raise ValueError(f"Hv (heads of v, {Hv}) must be a multiple of H (heads of q, {H})")
@@ -98,18 +102,18 @@ def kda_decode(
     if not ok:
         raise ValueError(f"kda_decode: {reason}")
 
-    options = {"law": law, "beta_law": beta_law, "keep": keep, "runner": runner}
+    options = {"gate": gate, "beta_kind": beta_kind, "keep": keep, "runner": runner}
     params = (Dk**-0.5 if scale is None else float(scale), float(eps))
     step = token_capacity(Dk, Dv)
     arrays = (q, k, v, g, beta, z)
     if step >= T:
-        y, memory = _launch(*arrays, taps, weight, params, memory, lengths, **options)
+        y, memory = _launch(*arrays, conv_weight, weight, params, memory, lengths, **options)
         return y, memory if keep else memory._replace(state=memory.state.squeeze(1))
     parts, states = [], []
     for start in range(0, T, step):
         cut = [None if x is None else x[:, start : start + step] for x in arrays]
         left = None if lengths is None else lengths - start
-        y, memory = _launch(*cut, taps, weight, params, memory, left, **options)
+        y, memory = _launch(*cut, conv_weight, weight, params, memory, left, **options)
         parts.append(y)
         states.append(memory.state)
         memory = memory._replace(state=memory.state[:, -1])
@@ -120,17 +124,32 @@ def kda_decode(
 
 
 def _launch(
-    q, k, v, g, beta, z, taps, weight, params, memory, lengths, *, law, beta_law, keep, runner
+    q,
+    k,
+    v,
+    g,
+    beta,
+    z,
+    conv_weight,
+    weight,
+    params,
+    memory,
+    lengths,
+    *,
+    gate,
+    beta_kind,
+    keep,
+    runner,
 ):
     """One launch, of no more tokens than fit; the state comes back as [B, T or 1, Hv, Dv, Dk]."""
     B, Hv, Dv, Dk = memory.state.shape
     T, H = q.shape[1], q.shape[-1] // Dk
-    decay = Decay.read((B, T, Hv, Dk), g, beta, law, beta_law)
+    decay = Decay.read((B, T, Hv, Dk), g, beta, gate, beta_kind)
     groups = simd_groups(Dv)
     scale, eps = params
     y, state, *windows = kernel("kda_decode", runner)(
         inputs=[
-            *(q, k, v, *memory[:3], *taps, *decay.arrays, z, weight, memory.state),
+            *(q, k, v, *memory[:3], *conv_weight, *decay.arrays, z, weight, memory.state),
             lengths_or_full(lengths, B, T),
             integers((T, H, Hv)),
             floats((scale, decay.bound, eps)),
@@ -140,7 +159,7 @@ def _launch(
             ("Dk", Dk),
             ("Dv", Dv),
             ("SG", groups),
-            ("TAPS", taps[0].shape[1]),
+            ("CONV_KERNEL", conv_weight[0].shape[1]),
             ("GATE", decay.gate),
             ("BETA", decay.beta),
             ("KEEP", keep),

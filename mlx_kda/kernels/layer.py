@@ -6,7 +6,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from . import chunk, decode, epilogue, prologue, recurrent
-from .arguments import GateLaw
+from .arguments import Gate
 from .decode import Memory
 
 # Up to this many tokens a chunk of 16 would be mostly padding.
@@ -20,11 +20,13 @@ class Parameters(NamedTuple):
     Hv: int
     Dk: int
     Dv: int
-    taps: tuple[mx.array, mx.array, mx.array]  # of q, k, v: [channels, taps] or [channels, taps, 1]
-    law: GateLaw
+    conv_weight: tuple[
+        mx.array, mx.array, mx.array
+    ]  # of q, k, v: [channels, conv_kernel] or [channels, conv_kernel, 1]
+    gate: Gate
     weight: mx.array  # of the output norm, [Dv]
     eps: float
-    beta_law: str = "sigmoid"
+    beta_kind: str = "sigmoid"
 
 
 class Choice(NamedTuple):
@@ -34,12 +36,14 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(T: int, Dk: int, Dv: int, dtype: mx.Dtype, taps: int = 4, mode: str = "exact") -> Choice:
+def choose(
+    T: int, Dk: int, Dv: int, dtype: mx.Dtype, conv_kernel: int = 4, mode: str = "exact"
+) -> Choice:
     """The kernel for T tokens of a layer and the reason, or (None, why none)."""
     if T == 0:
         return Choice(None, "there are no tokens")
     if T <= decode.MAX_TOKENS:
-        ok, reason = decode.supported(Dk, Dv, dtype, T, taps)
+        ok, reason = decode.supported(Dk, Dv, dtype, T, conv_kernel)
         name, why = "kda_decode", f"T = {T} is at most {decode.MAX_TOKENS}: one launch for it all"
     elif T <= SHORT:
         ok, reason = recurrent.supported(Dk, Dv, dtype)
@@ -48,13 +52,13 @@ def choose(T: int, Dk: int, Dv: int, dtype: mx.Dtype, taps: int = 4, mode: str =
         ok, reason = chunk.supported(Dk, Dv, dtype, mode)
         name, why = "kda_chunk", f"T = {T}: chunks of {chunk.CHUNK} tokens, {mode} operands"
     if ok and name != "kda_decode":
-        ok, reason = prologue.supported(Dk, Dv, dtype, taps)
+        ok, reason = prologue.supported(Dk, Dv, dtype, conv_kernel)
     return Choice(name, why) if ok else Choice(None, reason)
 
 
 def empty_memory(p: Parameters, B: int, dtype: mx.Dtype) -> Memory:
     """The memory at the start of a text: zeros."""
-    before = p.taps[0].shape[1] - 1
+    before = p.conv_weight[0].shape[1] - 1
     channels = (p.H * p.Dk, p.H * p.Dk, p.Hv * p.Dv)
     windows = (mx.zeros((B, before, n), dtype=dtype) for n in channels)
     return Memory(*windows, mx.zeros((B, p.Hv, p.Dv, p.Dk), dtype=mx.float32))
@@ -78,7 +82,7 @@ def mix(
 
     ::
 
-        q, k, v = silu(conv(x));  q, k unit length;  g = law(a);  beta = sigmoid(b)
+        q, k, v = silu(conv(x));  q, k unit length;  g = gate(a);  beta = sigmoid(b)
         o = kda(q, k, v, g, beta);  y = o / sqrt(mean o^2 + eps) * weight * sigmoid(z)
 
     Args:
@@ -95,25 +99,33 @@ def mix(
     Raises:
         ValueError: no kernel takes the call, or a shape or dtype that does not fit.
     """
-    choice = choose(q.shape[1], p.Dk, p.Dv, v.dtype, p.taps[0].shape[1], mode)
+    choice = choose(q.shape[1], p.Dk, p.Dv, v.dtype, p.conv_weight[0].shape[1], mode)
     if choice.kernel is None:
         raise ValueError(f"no kernel for this layer: {choice.reason}")
     if choice.kernel == "kda_decode":
         return decode.kda_decode(
             *(q, k, v, a, b, z),
-            taps=p.taps,
+            conv_weight=p.conv_weight,
             weight=p.weight,
             eps=p.eps,
             memory=memory,
-            law=p.law,
-            beta_law=p.beta_law,
+            gate=p.gate,
+            beta_kind=p.beta_kind,
             lengths=lengths,
             runner=runner,
         )
     (q, k, v), windows = prologue.kda_prologue(
-        q, k, v, taps=p.taps, windows=memory[:3], H=p.H, Hv=p.Hv, lengths=lengths, runner=runner
+        q,
+        k,
+        v,
+        conv_weight=p.conv_weight,
+        windows=memory[:3],
+        H=p.H,
+        Hv=p.Hv,
+        lengths=lengths,
+        runner=runner,
     )
-    options = {"state": memory.state, "lengths": lengths, "law": p.law, "beta_law": p.beta_law}
+    options = {"state": memory.state, "lengths": lengths, "gate": p.gate, "beta_kind": p.beta_kind}
     if choice.kernel == "kda_chunk":
         o, state = chunk.kda_chunk(q, k, v, a, b, **options, mode=mode, runner=runner)
     else:
@@ -146,13 +158,13 @@ def warm_up(
     """
     kinds = {}
     for p in layers:
-        arrays = (*p.taps, p.weight, p.law.A_log, p.law.dt_bias)
-        key = (p.Dk, p.Dv, p.taps[0].shape[1], p.law.lower_bound is None, p.beta_law)
+        arrays = (*p.conv_weight, p.weight, p.gate.A_log, p.gate.dt_bias)
+        key = (p.Dk, p.Dv, p.conv_weight[0].shape[1], p.gate.lower_bound is None, p.beta_kind)
         kinds.setdefault(key + tuple(x.dtype for x in arrays), p)
     jobs = [(p, T) for p in kinds.values() for T in (1, SHORT, SHORT + 1)]
     done = []
     for i, (p, T) in enumerate(jobs):
-        choice = choose(T, p.Dk, p.Dv, dtype, p.taps[0].shape[1], mode)
+        choice = choose(T, p.Dk, p.Dv, dtype, p.conv_weight[0].shape[1], mode)
         if choice.kernel is None:
             continue
         what = f"{choice.kernel} Dk={p.Dk} Dv={p.Dv}"

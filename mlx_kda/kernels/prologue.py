@@ -7,13 +7,16 @@ from .arguments import supported as _dims_supported
 from .sources import kernel
 
 TOKENS = 16
-MAX_TAPS = 8
+MAX_CONV_KERNEL = 8
 
 
-def supported(Dk: int, Dv: int, dtype: mx.Dtype, taps: int = 4) -> tuple[bool, str]:
+def supported(Dk: int, Dv: int, dtype: mx.Dtype, conv_kernel: int = 4) -> tuple[bool, str]:
     """(True, why) where `kda_prologue` can run, (False, why not) elsewhere."""
-    if not 2 <= taps <= MAX_TAPS:
-        return False, f"a convolution of {taps} taps: the kernel takes 2 to {MAX_TAPS}"
+    if not 2 <= conv_kernel <= MAX_CONV_KERNEL:
+        return (
+            False,
+            f"a convolution over {conv_kernel} tokens: the kernel takes 2 to {MAX_CONV_KERNEL}",
+        )
     return _dims_supported(Dk, Dv, dtype)
 
 
@@ -22,7 +25,7 @@ def kda_prologue(
     k: mx.array,
     v: mx.array,
     *,
-    taps: tuple[mx.array, mx.array, mx.array],
+    conv_weight: tuple[mx.array, mx.array, mx.array],
     windows: tuple[mx.array, mx.array, mx.array],
     H: int,
     Hv: int,
@@ -38,8 +41,8 @@ def kda_prologue(
     Args:
         q, k: [B, T, H * Dk], T >= 1: projections, before the convolution.
         v: [B, T, Hv * Dv].
-        taps: convolution weights of q, k, v, [channels, taps] or [channels, taps, 1].
-        windows: the ``taps - 1`` tokens before, [B, taps - 1, channels] each.
+        conv_weight: of q, k, v, [channels, conv_kernel] or [channels, conv_kernel, 1].
+        windows: the ``conv_kernel - 1`` tokens before, [B, conv_kernel - 1, channels] each.
         H, Hv: heads of q and k, and of v.
         lengths: [B] integers; tokens past a row's length output 0 and do not enter its window.
         runner: "metal", "emulator", "emulator-fast", "cuda" or "auto".
@@ -52,15 +55,23 @@ def kda_prologue(
     """
     B, T, _ = q.shape
     Dk, Dv = q.shape[-1] // H, v.shape[-1] // Hv
-    width = check_conv(q, k, v, taps, windows, (B, T, H * Dk, Hv * Dv))
+    width = check_conv(q, k, v, conv_weight, windows, (B, T, H * Dk, Hv * Dv))
     if Hv % H:
         raise ValueError(f"Hv (heads of v, {Hv}) must be a multiple of H (heads of q, {H})")
     ok, reason = supported(Dk, Dv, v.dtype, width)
     if not ok:
         raise ValueError(f"kda_prologue: {reason}")
     q, k, v, *windows = kernel("kda_prologue", runner)(
-        inputs=[q, k, v, *windows, *taps, lengths_or_full(lengths, B, T), integers((T, H, Hv))],
-        template=[("InT", v.dtype), ("Dk", Dk), ("Dv", Dv), ("TAPS", width)],
+        inputs=[
+            q,
+            k,
+            v,
+            *windows,
+            *conv_weight,
+            lengths_or_full(lengths, B, T),
+            integers((T, H, Hv)),
+        ],
+        template=[("InT", v.dtype), ("Dk", Dk), ("Dv", Dv), ("CONV_KERNEL", width)],
         grid=(96 * -(-T // TOKENS), B * Hv, 1),
         threadgroup=(96, 1, 1),
         output_shapes=[(B, T, H, Dk), (B, T, H, Dk), (B, T, Hv, Dv)]
@@ -70,16 +81,18 @@ def kda_prologue(
     return (q, k, v), tuple(windows)
 
 
-def check_conv(q, k, v, taps, windows, shape) -> int:
-    """Check projections, taps and windows against (B, T, q channels, v channels) -> taps."""
+def check_conv(q, k, v, conv_weight, windows, shape) -> int:
+    """Check projections, weights and windows against (B, T, q channels, v channels); the length."""
     B, T, *channels = shape
-    width = taps[0].shape[1] if taps[0].ndim > 1 else 0
+    width = conv_weight[0].shape[1] if conv_weight[0].ndim > 1 else 0
     sizes = (channels[0], channels[0], channels[1])
-    for name, x, window, w, size in zip("qkv", (q, k, v), windows, taps, sizes, strict=True):
+    for name, x, window, w, size in zip("qkv", (q, k, v), windows, conv_weight, sizes, strict=True):
         check(name, x, (B, T, size))
         check(f"the window of {name}", window, (B, width - 1, size))
         if w.size != size * width:
-            raise ValueError(f"taps of {name} must be [{size}, {width}], got shape {w.shape}")
+            raise ValueError(
+                f"conv_weight of {name} must be [{size}, {width}], got shape {w.shape}"
+            )
     return width
 
 

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from .arguments import GateLaw, floats, integers, launches, lengths_or_full, read
+from .arguments import Gate, floats, integers, launches, lengths_or_full, read
 from .arguments import supported as _dims_supported
 from .sources import kernel
 
@@ -25,18 +25,18 @@ def kda_recurrent(
     scale: float | None = None,
     state: mx.array | None = None,
     lengths: mx.array | None = None,
-    erase: bool = True,
-    law: GateLaw | None = None,
-    beta_law: str = "given",
+    delta_rule: bool = True,
+    gate: Gate | None = None,
+    beta_kind: str = "given",
     segment: int | None = None,
     runner: str = "auto",
 ) -> tuple[mx.array, mx.array]:
     """What `kda_ref` computes, in one kernel launch for every ``segment`` tokens.
 
     Args:
-        q, k, v, g, beta, scale, state, lengths, erase: as `mlx_kda.kda_ref` takes them.
-        law: given, ``g`` is the raw gate a [B, T, Hv, Dk] in any float dtype.
-        beta_law: "given", "sigmoid" (``beta`` is the raw b) or "twice" (2 sigmoid(b)).
+        q, k, v, g, beta, scale, state, lengths, delta_rule: as `mlx_kda.kda_ref` takes them.
+        gate: if given, ``g`` is the raw gate a [B, T, Hv, Dk] in any float dtype.
+        beta_kind: "given", "sigmoid" (``beta`` is the raw b) or "twice" (2 sigmoid(b)).
         segment: the most tokens of one launch; 512, or 8,192 on CUDA, unless given.
         runner: "metal", "emulator", "emulator-fast", "cuda" or "auto".
 
@@ -46,7 +46,7 @@ def kda_recurrent(
     Raises:
         ValueError: a shape, dtype, head dimension or segment that does not fit, named.
     """
-    p, decay = read(q, k, v, g, beta, scale, state, lengths, erase, law, beta_law)
+    p, decay = read(q, k, v, g, beta, scale, state, lengths, delta_rule, gate, beta_kind)
     ok, reason = supported(p.Dk, p.Dv, p.dtype)
     if not ok:
         raise ValueError(f"kda_recurrent: {reason}")
@@ -63,7 +63,7 @@ def kda_recurrent(
                 integers((p.T, p.H, p.Hv, start, count)),
                 floats((p.scale, decay.bound)),
             ],
-            template=template(p.dtype, p.Dk, p.Dv, decay, erase),
+            template=template(p.dtype, p.Dk, p.Dv, decay, delta_rule),
             grid=(THREADS * p.Dv // ROWS, p.B * p.Hv, 1),
             threadgroup=(THREADS, 1, 1),
             output_shapes=[(p.B, count, p.Hv, p.Dv), S.shape],
@@ -73,12 +73,12 @@ def kda_recurrent(
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1), S
 
 
-def template(dtype: mx.Dtype, Dk: int, Dv: int, decay, erase: bool) -> list:
+def template(dtype: mx.Dtype, Dk: int, Dv: int, decay, delta_rule: bool) -> list:
     return [
         ("InT", dtype),
         ("Dk", Dk),
         ("Dv", Dv),
         ("GATE", decay.gate),
         ("BETA", decay.beta),
-        ("ERASE", erase),
+        ("DELTA_RULE", delta_rule),
     ]

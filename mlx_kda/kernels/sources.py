@@ -8,7 +8,7 @@ from ..runners import MetalKernel, metal_kernel
 
 _CONV = (
     *("q", "k", "v", "q_window", "k_window", "v_window"),
-    *("q_taps", "k_taps", "v_taps"),
+    *("q_conv_weight", "k_conv_weight", "v_conv_weight"),
 )
 _WINDOWS_OUT = ("q_window_out", "k_window_out", "v_window_out")
 _DECAY = ("g", "A_log", "dt_bias", "beta")

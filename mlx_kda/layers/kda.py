@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..kernels import layer as kernels
-from ..kernels.arguments import GateLaw
+from ..kernels.arguments import Gate
 from . import mix as ops
 from .conv import ShortConv
 from .merged import Bundle, apply
@@ -37,7 +37,7 @@ class KimiDeltaAttention(nn.Module):
         hidden_size: int,
         num_heads: int,
         head_dim: int,
-        taps: int,
+        conv_kernel: int,
         norm_eps: float,
         lower_bound: float | None = None,
         *,
@@ -51,7 +51,7 @@ class KimiDeltaAttention(nn.Module):
         Args:
             hidden_size: width of x.
             num_heads, head_dim: H and Dk.
-            taps: length of the convolutions.
+            conv_kernel: length of the convolutions.
             norm_eps: of the output norm.
             lower_bound: None takes the softplus gate, a negative number the bounded one.
             num_v_heads: Hv, a multiple of H; H unless given. Heads of v share a head of q and k.
@@ -60,7 +60,7 @@ class KimiDeltaAttention(nn.Module):
             negative_eigenvalues: ``beta = 2 sigmoid(b(x))``, in (0, 2).
         """
         super().__init__()
-        self.num_heads, self.head_dim, self.taps = num_heads, head_dim, taps
+        self.num_heads, self.head_dim, self.conv_kernel = num_heads, head_dim, conv_kernel
         self.num_v_heads = num_heads if num_v_heads is None else num_v_heads
         self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
         if self.num_v_heads % num_heads:
@@ -71,7 +71,7 @@ class KimiDeltaAttention(nn.Module):
         gates = self.num_v_heads * head_dim
         for name, width in (("q", keys), ("k", keys), ("v", values)):
             self[f"{name}_proj"] = nn.Linear(hidden_size, width, bias=False)
-            self[f"{name}_conv"] = ShortConv(width, taps)
+            self[f"{name}_conv"] = ShortConv(width, conv_kernel)
         # Both gates pass through as many channels as a value head has.
         self.f_a_proj = nn.Linear(hidden_size, self.v_head_dim, bias=False)
         self.f_b_proj = nn.Linear(self.v_head_dim, gates, bias=False)
@@ -141,7 +141,7 @@ class KimiDeltaAttention(nn.Module):
             return kernels.Choice(None, "the runner is ops")
         if self.training:
             return kernels.Choice(None, "training needs gradients, which the kernels have not")
-        return kernels.choose(T, self.head_dim, self.v_head_dim, dtype, self.taps)
+        return kernels.choose(T, self.head_dim, self.v_head_dim, dtype, self.conv_kernel)
 
     def mix_kernels(
         self, p: Projections, memory: Memory, padding: Padding | None = None
@@ -161,11 +161,11 @@ class KimiDeltaAttention(nn.Module):
             Hv=self.num_v_heads,
             Dk=self.head_dim,
             Dv=self.v_head_dim,
-            taps=(self.q_conv.conv.weight, self.k_conv.conv.weight, self.v_conv.conv.weight),
-            law=GateLaw(self.A_log, self.dt_bias, self.lower_bound),
+            conv_weight=(self.q_conv.conv.weight, self.k_conv.conv.weight, self.v_conv.conv.weight),
+            gate=Gate(self.A_log, self.dt_bias, self.lower_bound),
             weight=self.o_norm.weight,
             eps=self.o_norm.eps,
-            beta_law="twice" if self.negative_eigenvalues else "sigmoid",
+            beta_kind="twice" if self.negative_eigenvalues else "sigmoid",
         )
 
     def mix_ops(

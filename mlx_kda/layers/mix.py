@@ -6,7 +6,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..attention import kda
-from ..kernels.arguments import GateLaw
+from ..kernels.arguments import Gate
 from ..kernels.layer import Parameters
 from ..ops import bounded_gate, l2norm, softplus_gate
 from ..ops.elementwise import gated
@@ -29,9 +29,9 @@ class Projections(NamedTuple):
 class Memory(NamedTuple):
     """What a layer carries from step to step; None where a text begins."""
 
-    q: mx.array | None = None  # windows [B, taps - 1, H * Dk]
+    q: mx.array | None = None  # windows [B, conv_kernel - 1, H * Dk]
     k: mx.array | None = None
-    v: mx.array | None = None  # [B, taps - 1, Hv * Dv]
+    v: mx.array | None = None  # [B, conv_kernel - 1, Hv * Dv]
     state: mx.array | None = None  # [B, Hv, Dv, Dk], float32
 
 
@@ -46,7 +46,7 @@ def mix(
 
     ::
 
-        q, k, v = silu(conv(x));  q, k unit length;  g = law(a);  beta = sigmoid(b)
+        q, k, v = silu(conv(x));  q, k unit length;  g = gate(a);  beta = sigmoid(b)
         o = kda(q, k, v, g, beta);  y = o / sqrt(mean o^2 + eps) * weight * sigmoid(z)
 
     Args:
@@ -61,22 +61,24 @@ def mix(
 
 def step(p: Projections, memory: Memory, w: Parameters) -> tuple[mx.array, Memory]:
     """One token after others: the same operations compiled, since calling them takes longer."""
-    rest = (w.H, w.Hv, w.Dk, w.Dv, w.eps, w.beta_law, w.law.lower_bound)
-    arrays = (*p, *memory, *w.taps, w.weight, w.law.A_log, w.law.dt_bias)
+    rest = (w.H, w.Hv, w.Dk, w.Dv, w.eps, w.beta_kind, w.gate.lower_bound)
+    arrays = (*p, *memory, *w.conv_weight, w.weight, w.gate.A_log, w.gate.dt_bias)
     y, *memory = _compiled(*rest)(*arrays)
     return y, Memory(*memory)
 
 
 @lru_cache(maxsize=64)
-def _compiled(H, Hv, Dk, Dv, eps, beta_law, lower_bound):
+def _compiled(H, Hv, Dk, Dv, eps, beta_kind, lower_bound):
     """`_mix` of one token as a compiled function of arrays, for one kind of layer."""
 
     @mx.compile
     def call(*arrays: mx.array) -> tuple[mx.array, ...]:
-        p, memory, taps = Projections(*arrays[:6]), Memory(*arrays[6:10]), arrays[10:13]
+        p, memory, conv_weight = Projections(*arrays[:6]), Memory(*arrays[6:10]), arrays[10:13]
         weight, A_log, dt_bias = arrays[13:]
-        law = GateLaw(A_log, dt_bias, lower_bound)
-        y, memory = _mix(p, memory, Parameters(H, Hv, Dk, Dv, taps, law, weight, eps, beta_law))
+        gate = Gate(A_log, dt_bias, lower_bound)
+        y, memory = _mix(
+            p, memory, Parameters(H, Hv, Dk, Dv, conv_weight, gate, weight, eps, beta_kind)
+        )
         return y, *memory
 
     return call
@@ -89,7 +91,7 @@ def _mix(
     padding: Padding | None = None,
     path: str = "auto",
 ) -> tuple[mx.array, Memory]:
-    past = zip(p[:3], w.taps, memory[:3], strict=True)
+    past = zip(p[:3], w.conv_weight, memory[:3], strict=True)
     (q, k, v), windows = zip(*(short_conv(*each, padding) for each in past), strict=True)
     q, k = (x.reshape(*x.shape[:2], w.H, w.Dk) for x in (q, k))
     lengths = None if padding is None else padding.lengths
@@ -110,12 +112,12 @@ def attend(
     path: str = "auto",
 ) -> tuple[mx.array, mx.array]:
     """Convolved q, k [B, T, H, Dk], v [B, T, Hv, Dv], raw gate a, raw beta b -> (o, state)."""
-    if w.law.lower_bound is None:
-        g = softplus_gate(a, w.law.A_log, w.law.dt_bias)
+    if w.gate.lower_bound is None:
+        g = softplus_gate(a, w.gate.A_log, w.gate.dt_bias)
     else:
-        g = bounded_gate(a, w.law.A_log, w.law.dt_bias, w.law.lower_bound)
+        g = bounded_gate(a, w.gate.A_log, w.gate.dt_bias, w.gate.lower_bound)
     beta = mx.sigmoid(b.astype(mx.float32))
-    if w.beta_law == "twice":
+    if w.beta_kind == "twice":
         beta = 2 * beta
     # By operations where the op by itself would take a kernel: this is what stands in for them.
     options = {"state": state, "lengths": lengths, "path": path, "runner": "ops"}

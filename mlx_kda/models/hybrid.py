@@ -57,7 +57,7 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = [DecoderLayer(config, i) for i in range(config.num_hidden_layers)]
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self._taps = config.linear_conv_kernel_dim
+        self._conv_kernel = config.linear_conv_kernel_dim
         linear = [layer.is_linear for layer in self.layers]
         self._first_kda = linear.index(True) if True in linear else None
         self._first_mla = linear.index(False) if False in linear else None
@@ -79,7 +79,7 @@ class Decoder(nn.Module):
             cache = [None] * len(self.layers)
         padding, mask = None, "causal"
         if self._first_kda is not None:
-            padding = Padding.of(cache[self._first_kda], T, self._taps)
+            padding = Padding.of(cache[self._first_kda], T, self._conv_kernel)
         if self._first_mla is not None and cache[self._first_mla] is not None:
             mask = cache[self._first_mla].make_mask(T, return_array=False, window_size=None)
         for layer, layer_cache in zip(self.layers, cache, strict=True):

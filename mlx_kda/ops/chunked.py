@@ -40,7 +40,7 @@ def kda_chunk_ref(
     scale: float | None = None,
     state: mx.array | None = None,
     lengths: mx.array | None = None,
-    erase: bool = True,
+    delta_rule: bool = True,
     chunk: int = 16,
 ) -> tuple[mx.array, mx.array]:
     """What `kda_ref` computes, chunk by chunk (equations above), float32 inside.
@@ -54,7 +54,7 @@ def kda_chunk_ref(
     Raises:
         ValueError: a shape, dtype or chunk size that does not fit, named.
     """
-    p = Problem.read(q, k, v, g, beta, scale, state, lengths, erase)
+    p = Problem.read(q, k, v, g, beta, scale, state, lengths, delta_rule)
     if chunk not in CHUNKS:
         raise ValueError(f"chunk must be one of {CHUNKS}, got {chunk}")
     return run(p, q, k, v, g, beta, state, lengths, chunk)

@@ -10,7 +10,7 @@ from .elementwise import sigmoid, softplus
 
 
 def softplus_gate(a: mx.array, A_log: mx.array, dt_bias: mx.array) -> mx.array:
-    """Unbounded gate law of Kimi Linear: ``g = -exp(A_log[h]) * softplus(a + dt_bias)``.
+    """Unbounded gate of Kimi Linear: ``g = -exp(A_log[h]) * softplus(a + dt_bias)``.
 
     Args:
         a: raw gate, [..., H, Dk], any float dtype.
@@ -28,7 +28,7 @@ def softplus_gate(a: mx.array, A_log: mx.array, dt_bias: mx.array) -> mx.array:
 
 
 def bounded_gate(a: mx.array, A_log: mx.array, dt_bias: mx.array, lower_bound: float) -> mx.array:
-    """Bounded gate law: ``g = lower_bound * sigmoid(exp(A_log[h]) * (a + dt_bias))``.
+    """Bounded gate: ``g = lower_bound * sigmoid(exp(A_log[h]) * (a + dt_bias))``.
 
     Args:
         a: raw gate, [..., H, Dk], any float dtype.

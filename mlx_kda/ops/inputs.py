@@ -20,7 +20,7 @@ class Problem:
     Dk: int
     Dv: int
     gate: str  # "channel" (KDA), "head" (Gated DeltaNet) or "none" (DeltaNet)
-    erase: bool
+    delta_rule: bool
     scale: float
     dtype: mx.Dtype
 
@@ -35,7 +35,7 @@ class Problem:
         scale: float | None = None,
         state: mx.array | None = None,
         lengths: mx.array | None = None,
-        erase: bool = True,
+        delta_rule: bool = True,
     ) -> "Problem":
         """Check every shape against the others; a ValueError names the one that is off."""
         arrays = {"q": q, "k": k, "v": v, "beta": beta}
@@ -80,7 +80,7 @@ class Problem:
             if not mx.issubdtype(lengths.dtype, mx.integer):
                 raise ValueError(f"lengths must be integers, got {lengths.dtype}")
         scale = Dk**-0.5 if scale is None else float(scale)
-        return cls(B, T, H, Hv, Dk, Dv, gate, erase, scale, v.dtype)
+        return cls(B, T, H, Hv, Dk, Dv, gate, delta_rule, scale, v.dtype)
 
     def initial_state(self, state: mx.array | None) -> mx.array:
         """The state given, or zeros [B, Hv, Dv, Dk] float32."""

@@ -15,7 +15,7 @@ def kda_ref(
     scale: float | None = None,
     state: mx.array | None = None,
     lengths: mx.array | None = None,
-    erase: bool = True,
+    delta_rule: bool = True,
 ) -> tuple[mx.array, mx.array]:
     """Kimi Delta Attention, token by token, float32 inside.
 
@@ -35,7 +35,7 @@ def kda_ref(
         scale: factor on q, Dk**-0.5 unless given.
         state: [B, Hv, Dv, Dk] float32; zeros unless given.
         lengths: [B] integers; tokens at and past a row's length change nothing and output 0.
-        erase: False leaves ``S k_t`` out: (gated) linear attention.
+        delta_rule: False leaves ``S k_t`` out: (gated) linear attention.
 
     Returns:
         (o, state): [B, T, Hv, Dv] in v's dtype, [B, Hv, Dv, Dk] float32. Inputs are not changed.
@@ -43,7 +43,7 @@ def kda_ref(
     Raises:
         ValueError: a shape or dtype that does not fit, named.
     """
-    p = Problem.read(q, k, v, g, beta, scale, state, lengths, erase)
+    p = Problem.read(q, k, v, g, beta, scale, state, lengths, delta_rule)
     return run(p, q, k, v, g, beta, state, lengths)
 
 
@@ -72,7 +72,7 @@ def run(
     outputs = []
     for t, (q_t, k_t, v_t, beta_t, a_t) in enumerate(zip(*rows, *columns, decays, strict=True)):
         new = S if a_t is None else S * a_t
-        e = v_t - (new * k_t).sum(axis=-1, keepdims=True) if p.erase else v_t
+        e = v_t - (new * k_t).sum(axis=-1, keepdims=True) if p.delta_rule else v_t
         e = beta_t * e
         new = new + e * k_t
         o = (new * q_t).sum(axis=-1, keepdims=True)

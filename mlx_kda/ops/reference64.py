@@ -94,7 +94,7 @@ def recurrence(
     scale: float | None = None,
     state: np.ndarray | None = None,
     lengths: np.ndarray | None = None,
-    erase: bool = True,
+    delta_rule: bool = True,
     dtype: Callable = np.float64,
 ) -> tuple[np.ndarray, np.ndarray]:
     """o [B,T,Hv,Dv], state [B,Hv,Dv,Dk] by the textbook loop in ``dtype`` (float64: the oracle)."""
@@ -111,7 +111,7 @@ def recurrence(
     for b in range(B):
         for t in range(T if lengths is None else min(T, int(lengths[b]))):
             Sb = S[b] * decay[b, t][:, None, :]
-            predicted = np.einsum("hvk,hk->hv", Sb, k[b, t]) if erase else dtype(0)
+            predicted = np.einsum("hvk,hk->hv", Sb, k[b, t]) if delta_rule else dtype(0)
             e = beta[b, t][:, None] * (v[b, t] - predicted)
             Sb = Sb + e[:, :, None] * k[b, t][:, None, :]
             o[b, t] = np.einsum("hvk,hk->hv", Sb, q[b, t])

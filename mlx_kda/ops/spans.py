@@ -87,7 +87,7 @@ def _blocks(p: Problem, q: mx.array, k: mx.array, g: mx.array | None, beta: mx.a
         k_end=mx.contiguous(k_end.swapaxes(0, 1)),
         decay=prefix[-1][:, None],
         reads=nm[:, :, 1].transpose(2, 0, 1),
-        solve=_substitute(nm[:, :, 0] * beta[:, None]) if p.erase else None,
+        solve=_substitute(nm[:, :, 0] * beta[:, None]) if p.delta_rule else None,
     )
 
 

@@ -34,9 +34,9 @@ def run(
         return p.no_output(), S
     if p.T == 1 and lengths is None:
         scale = mx.array(p.scale)  # a number would be compiled in
-        o, S = _one_token(scale, q, k, v, g, beta, S, p.erase)
+        o, S = _one_token(scale, q, k, v, g, beta, S, p.delta_rule)
     else:
-        o, S = _tokens(p.scale, q, k, v, g, beta, S, p.erase, lengths)
+        o, S = _tokens(p.scale, q, k, v, g, beta, S, p.delta_rule, lengths)
     return o.astype(p.dtype), S
 
 
@@ -48,7 +48,7 @@ def _tokens(
     g: mx.array | None,
     beta: mx.array,
     S: mx.array,
-    erase: bool,
+    delta_rule: bool,
     lengths: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     T = q.shape[1]
@@ -63,7 +63,7 @@ def _tokens(
         zip(_split(past, T), *rows, *columns, strict=True)
     ):
         predicted, r = mx.split(pair @ S, 2, axis=2)
-        e = beta_t * (v_t - predicted if erase else v_t)
+        e = beta_t * (v_t - predicted if delta_rule else v_t)
         o = r + e * kq_t
         new = S if a_t is None else S * a_t
         new = new + k_t * e

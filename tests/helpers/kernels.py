@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 
 from helpers import layer64
-from mlx_kda.kernels.arguments import GateLaw
+from mlx_kda.kernels.arguments import Gate
 from mlx_kda.kernels.chunk import kda_chunk
 from mlx_kda.kernels.decode import Memory, kda_decode
 from mlx_kda.kernels.layer import Parameters
@@ -43,8 +43,8 @@ def run(kernel: str, x: oracle.Inputs, dtype="float32", runner="emulator", **opt
     return numpy(o), numpy(S)
 
 
-def law(layer: layer64.Layer) -> GateLaw:
-    return GateLaw(f32(layer.A_log), f32(layer.dt_bias), layer.lower_bound)
+def gate_of(layer: layer64.Layer) -> Gate:
+    return Gate(f32(layer.A_log), f32(layer.dt_bias), layer.lower_bound)
 
 
 def f32(x) -> mx.array:
@@ -64,11 +64,11 @@ def parameters(layer: layer64.Layer, dtype="float32") -> Parameters:
         Hv,
         Dk,
         layer.z.shape[-1],
-        tuple(f32(t).astype(kind)[..., None] for t in layer.taps),
-        law(layer),
+        tuple(f32(t).astype(kind)[..., None] for t in layer.conv_weight),
+        gate_of(layer),
         f32(layer.weight),
         layer.eps,
-        layer.beta_law,
+        layer.beta_kind,
     )
 
 
@@ -80,11 +80,11 @@ def step(layer: layer64.Layer, mem: Memory, start=0, stop=None, dtype="float32",
     options.setdefault("runner", "emulator")
     return kda_decode(
         *(f32(a[:, cut]).astype(kind) for a in arrays),
-        taps=tuple(f32(t).astype(kind) for t in layer.taps),
+        conv_weight=tuple(f32(t).astype(kind) for t in layer.conv_weight),
         weight=f32(layer.weight),
         eps=layer.eps,
         memory=mem,
-        law=law(layer),
-        beta_law=layer.beta_law,
+        gate=gate_of(layer),
+        beta_kind=layer.beta_kind,
         **options,
     )

@@ -21,7 +21,7 @@ class Layer:
     a: np.ndarray  # [B, T, Hv, Dk]
     b: np.ndarray  # [B, T, Hv]
     z: np.ndarray  # [B, T, Hv, Dv]
-    taps: tuple  # of q, k, v: [channels, taps]
+    conv_weight: tuple  # of q, k, v: [channels, conv_kernel]
     windows: tuple
     A_log: np.ndarray
     dt_bias: np.ndarray
@@ -29,7 +29,7 @@ class Layer:
     state: np.ndarray
     H: int
     lower_bound: float | None = None
-    beta_law: str = "sigmoid"
+    beta_kind: str = "sigmoid"
     eps: float = 1e-5
 
     def gate(self):
@@ -40,15 +40,17 @@ class Layer:
         return self.lower_bound * sigmoid(rate * a)
 
     def beta(self):
-        return {"sigmoid": 1, "twice": 2}[self.beta_law] * sigmoid(self.b)
+        return {"sigmoid": 1, "twice": 2}[self.beta_kind] * sigmoid(self.b)
 
     def mixed(self):
         """(q, k, v) [B, T, heads, dim] after convolution, SiLU and norms."""
         B, T, Hv = self.b.shape
         out = []
-        for x, taps, window in zip((self.q, self.k, self.v), self.taps, self.windows, strict=True):
+        for x, w, window in zip(
+            (self.q, self.k, self.v), self.conv_weight, self.windows, strict=True
+        ):
             both = np.concatenate([window, x], axis=1)
-            y = sum(both[:, j : j + T] * taps[:, j] for j in range(taps.shape[1]))
+            y = sum(both[:, j : j + T] * w[:, j] for j in range(w.shape[1]))
             out.append(y * sigmoid(y))
         q, k = (x.reshape(B, T, self.H, -1) for x in out[:2])
         q, k = (x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
@@ -73,8 +75,8 @@ class Layer:
 
 
 def make(
-    B=2, T=3, H=2, Hv=None, Dk=64, Dv=32, taps=4, lower_bound=None, beta_law="sigmoid", seed=0,
-    rounded=lambda x: x,
+    B=2, T=3, H=2, Hv=None, Dk=64, Dv=32, conv_kernel=4, lower_bound=None, beta_kind="sigmoid",
+    seed=0, rounded=lambda x: x,
 ) -> Layer:  # fmt: skip
     """A layer whose errors show: dt_bias over the range of real models, strong convolutions."""
     rng = np.random.default_rng(seed)
@@ -89,13 +91,13 @@ def make(
         normal(B, T, Hv, Dk),
         normal(B, T, Hv),
         normal(B, T, Hv, Dv),
-        tuple(normal(n, taps) for n in sizes),
-        tuple(normal(B, taps - 1, n) for n in sizes),
+        tuple(normal(n, conv_kernel) for n in sizes),
+        tuple(normal(B, conv_kernel - 1, n) for n in sizes),
         rng.uniform(0, 2.7, Hv).astype(np.float32).astype(np.float64),
         rng.uniform(-6, 2, (Hv, Dk)).astype(np.float32).astype(np.float64),
         1 + normal(Dv, scale=0.1),
         0.3 * normal(B, Hv, Dv, Dk),
         H,
         lower_bound,
-        beta_law,
+        beta_kind,
     )

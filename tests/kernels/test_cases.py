@@ -4,10 +4,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers import layer64
-from helpers.kernels import OPS, as_dtype, f32, law, numpy, rounded, run
+from helpers.kernels import OPS, as_dtype, f32, gate_of, numpy, rounded, run
 from tolerances import OP_FLOAT32, OP_LONG, ROUNDED_ONCE, SPLIT
 
-from mlx_kda.kernels.arguments import GateLaw
+from mlx_kda.kernels.arguments import Gate
 from mlx_kda.kernels.chunk import supported
 from mlx_kda.kernels.sources import SOURCES, kernel
 from mlx_kda.ops import reference64 as oracle
@@ -29,8 +29,8 @@ def raw_call(name, layer, runner="emulator", dtype="float32", **options):
     o, S = OPS[name](
         *arrays,
         state=f32(layer.state),
-        law=law(layer),
-        beta_law=layer.beta_law,
+        gate=gate_of(layer),
+        beta_kind=layer.beta_kind,
         runner=runner,
         **options,
     )
@@ -40,11 +40,11 @@ def raw_call(name, layer, runner="emulator", dtype="float32", **options):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("beta_law", ["sigmoid", "twice"])
+@pytest.mark.parametrize("beta_kind", ["sigmoid", "twice"])
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
-def test_a1_a4_raw_gates_per_channel(name, lower_bound, beta_law):
-    """Cases A1, A4: both laws and both betas inside the kernel, dt_bias ~ U(-6, 2) a channel."""
-    layer = layer64.make(T=37, H=2, Hv=4, lower_bound=lower_bound, beta_law=beta_law)
+def test_a1_a4_raw_gates_per_channel(name, lower_bound, beta_kind):
+    """Cases A1, A4: both gates and both betas inside the kernel, dt_bias ~ U(-6, 2) a channel."""
+    layer = layer64.make(T=37, H=2, Hv=4, lower_bound=lower_bound, beta_kind=beta_kind)
     close(*raw_call(name, layer))
 
 
@@ -65,11 +65,11 @@ def test_a4_zero_parameters(name):
     """Case A4: A_log = a = dt_bias = 0 leaves exp(-0.6931), or exp(-2.5) with the bound -5."""
     zero = mx.zeros((1, 1, 2, 32))
     for bound, g in ((None, -np.log(2)), (-5.0, -2.5)):
-        gates = GateLaw(mx.zeros((2,)), mx.zeros((64,)), bound)
+        gates = Gate(mx.zeros((2,)), mx.zeros((64,)), bound)
         _, S = OPS[name](
             *(zero, zero, zero, zero, mx.zeros((1, 1, 2))),
             state=mx.ones((1, 2, 32, 32)),
-            law=gates,
+            gate=gates,
             runner="emulator",
         )
         assert np.allclose(numpy(S), np.exp(g), rtol=1e-6, atol=0)
@@ -84,12 +84,12 @@ def test_a4_softplus_at_its_ends(name, a, dt_bias):
     """
     shape = (1, 1024, 1, 32)
     zero = mx.zeros(shape)
-    gates = GateLaw(mx.full((1,), 6.0), mx.full((32,), dt_bias))
+    gates = Gate(mx.full((1,), 6.0), mx.full((32,), dt_bias))
     state = mx.ones((1, 1, 32, 32))
     _, S = OPS[name](
         *(zero, zero, zero, mx.full(shape, a), mx.zeros((1, 1024, 1))),
         state=state,
-        law=gates,
+        gate=gates,
         runner="emulator-fast",
     )
     g = -np.exp(6.0) * np.logaddexp(a + dt_bias, 0)

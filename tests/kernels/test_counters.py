@@ -77,17 +77,17 @@ def test_decode_moves_exactly_what_a_step_has_to(dtype):
     """One head, one token: every byte of the inputs once, every byte of the outputs once.
 
     That is 1.08 x reading and writing the state with 16-bit activations. With float32 ones it is
-    1.15 x: taps and windows of the convolution alone are 15 KB there, 11 % of 2 x 64 KB.
+    1.15 x: weights and windows of the convolution alone are 15 KB there, 11 % of 2 x 64 KB.
     """
     layer = layer64.make(B=1, T=1, H=1, Dk=D, Dv=D, rounded=rounded(dtype))
     counts = counted(
         lambda: step(layer, memory(layer, dtype), dtype=dtype, runner="emulator-count")
     )["kda_decode"]
-    size, taps = getattr(mx, dtype).size, 4
+    size, conv_kernel = getattr(mx, dtype).size, 4
     channels = 3 * D  # of q, k and v
-    windows = size * (taps - 1) * channels
+    windows = size * (conv_kernel - 1) * channels
     state = 4 * D * D
-    read = size * (channels + taps * channels + 2 * D + 1)  # q, k, v, taps, gate, z, beta
+    read = size * (channels + conv_kernel * channels + 2 * D + 1)
     read += 4 * (1 + 2 * D + 1)  # A_log, dt_bias, weight, length
     assert counts.unique_read == read + windows + state
     assert counts.unique_written == size * D + windows + state

@@ -50,20 +50,20 @@ def test_one_to_eight_tokens(T, dtype):
     check(layer64.make(T=T, Dk=64, Dv=32, rounded=rounded(dtype), seed=T), dtype)
 
 
-@pytest.mark.parametrize("beta_law", ["sigmoid", "twice"])
+@pytest.mark.parametrize("beta_kind", ["sigmoid", "twice"])
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 @pytest.mark.parametrize("heads", [(1, 1), (2, 6)])
-def test_laws_and_head_groups(heads, lower_bound, beta_law):
+def test_gates_and_head_groups(heads, lower_bound, beta_kind):
     """Case A4, and value heads that share a key head."""
     H, Hv = heads
-    check(layer64.make(T=2, H=H, Hv=Hv, Dk=32, Dv=64, lower_bound=lower_bound, beta_law=beta_law))
+    check(layer64.make(T=2, H=H, Hv=Hv, Dk=32, Dv=64, lower_bound=lower_bound, beta_kind=beta_kind))
 
 
 @pytest.mark.parametrize("Dk", DIMS)
 def test_every_key_size_with_another_value_size(Dk):
     """Dk != Dv throughout; 5 tokens, where the largest sizes need two launches."""
     Dv = 288 - Dk
-    layer = layer64.make(B=1, T=5, H=1, Dk=Dk, Dv=Dv, taps=3)
+    layer = layer64.make(B=1, T=5, H=1, Dk=Dk, Dv=Dv, conv_kernel=3)
     check(layer)
     assert token_capacity(Dk, Dv) in (4, 8)
 
@@ -146,7 +146,7 @@ def test_a5_slow_decay_is_not_rounded():
 
 
 def test_prepared_gate_and_beta():
-    """Without a law g is a log decay (per channel, per head, none) and beta the strength itself."""
+    """Without a gate g is a log decay (per channel, per head, none), beta the strength itself."""
     layer = layer64.make(B=2, T=3, H=1, Hv=2, Dk=32, Dv=32)
     q, k, v = layer.mixed()
     beta = layer.beta()
@@ -155,11 +155,11 @@ def test_prepared_gate_and_beta():
         y, mem = kda_decode(
             *(f32(x) for x in (layer.q, layer.k, layer.v)),
             *(None if g is None else f32(g), f32(beta), f32(layer.z)),
-            taps=tuple(f32(t) for t in layer.taps),
+            conv_weight=tuple(f32(t) for t in layer.conv_weight),
             weight=f32(layer.weight),
             eps=layer.eps,
             memory=memory(layer),
-            beta_law="given",
+            beta_kind="given",
             runner="emulator",
         )
         norm = np.sqrt((o**2).mean(-1, keepdims=True) + layer.eps)
@@ -169,11 +169,11 @@ def test_prepared_gate_and_beta():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("T,Dk,Dv,taps", [(1, 32, 64, 4), (33, 64, 32, 4), (16, 256, 96, 2)])
-def test_the_prologue(T, Dk, Dv, taps, dtype):
+@pytest.mark.parametrize("T,Dk,Dv,conv_kernel", [(1, 32, 64, 4), (33, 64, 32, 4), (16, 256, 96, 2)])
+def test_the_prologue(T, Dk, Dv, conv_kernel, dtype):
     """q, k, v and windows of a ragged batch, poison past the lengths."""
     layer = layer64.make(
-        B=2, T=T, H=1, Hv=2, Dk=Dk, Dv=Dv, taps=taps, rounded=rounded(dtype), seed=T
+        B=2, T=T, H=1, Hv=2, Dk=Dk, Dv=Dv, conv_kernel=conv_kernel, rounded=rounded(dtype), seed=T
     )
     lengths = [T, T // 2]
     windows = layer.run(lengths)[2]
@@ -183,7 +183,7 @@ def test_the_prologue(T, Dk, Dv, taps, dtype):
     kind = getattr(mx, dtype)
     got, next_windows = kda_prologue(
         *(f32(x).astype(kind) for x in (layer.q, layer.k, layer.v)),
-        taps=tuple(f32(t).astype(kind) for t in layer.taps),
+        conv_weight=tuple(f32(t).astype(kind) for t in layer.conv_weight),
         windows=memory(layer, dtype)[:3],
         H=1,
         Hv=2,

@@ -26,18 +26,20 @@ def templates(name, operand):
     if name == "kda_chunk_scan":
         return "OpT InT Dk Dv", [(operand, "InT", *s) for s in sizes]
     if name == "kda_chunk_prepare":
-        laws = [(g, b, e) for g in gates for b in betas for e in flags]
-        return "OpT Dk GATE BETA ERASE", [(operand, Dk, *law) for Dk in DIMS for law in laws]
+        gates_betas = [(g, b, e) for g in gates for b in betas for e in flags]
+        return "OpT Dk GATE BETA DELTA_RULE", [
+            (operand, Dk, *each) for Dk in DIMS for each in gates_betas
+        ]
     if name == "kda_epilogue":
         return "InT Dv", [("InT", Dv) for Dv in DIMS]
     if name == "kda_prologue":
-        return "InT Dk Dv TAPS", [("InT", *s, taps) for s in sizes for taps in (2, 4)]
+        return "InT Dk Dv CONV_KERNEL", [("InT", *s, kernel) for s in sizes for kernel in (2, 4)]
     if name == "kda_recurrent":
-        # Gates and sizes in full; betas and erase, which meet neither, in turn.
-        return "InT Dk Dv GATE BETA ERASE", [
+        # Gates and sizes in full; betas and delta_rule, which meet neither, in turn.
+        return "InT Dk Dv GATE BETA DELTA_RULE", [
             ("InT", *s, g, (g + i) % 3, (g + i) % 2) for i, s in enumerate(sizes) for g in gates
         ]
-    return "InT Dk Dv SG TAPS GATE BETA KEEP", [
+    return "InT Dk Dv SG CONV_KERNEL GATE BETA KEEP", [
         ("InT", *s, simd_groups(s[1]), 4, g, (g + i) % 3, (g + i) % 2)
         for i, s in enumerate(sizes)
         for g in gates

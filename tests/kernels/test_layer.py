@@ -72,8 +72,8 @@ def test_the_choice_says_why():
         ((99, 128, 512, mx.bfloat16), "Dv = 512 is not a multiple of 32"),
         ((99, 128, 128, mx.float32, 4, "half"), "half mode would lose"),
         ((99, 128, 128, mx.float32, 4, "fast"), "mode must be one of exact, half"),
-        ((99, 128, 128, mx.float32, 12), "a convolution of 12 taps"),
-        ((1, 128, 128, mx.float32, 12), "a convolution of 12 taps"),
+        ((99, 128, 128, mx.float32, 12), "a convolution over 12 tokens"),
+        ((1, 128, 128, mx.float32, 12), "a convolution over 12 tokens"),
         ((1, 128, 128, mx.int8), "activations are"),
     ):
         choice = choose(*args)
@@ -88,7 +88,7 @@ def test_no_kernel_is_an_error_that_says_why():
 
 def test_warm_up_compiles_all_that_a_layer_calls():
     """Case G9: after it no length, batch or lengths compile anything."""
-    layer = layer64.make(B=1, T=1, H=2, Dk=64, Dv=64, taps=3)
+    layer = layer64.make(B=1, T=1, H=2, Dk=64, Dv=64, conv_kernel=3)
     said = []
     p = parameters(layer)
     names = warm_up([p, p], mx.float32, runner="emulator-fast",
@@ -98,7 +98,7 @@ def test_warm_up_compiles_all_that_a_layer_calls():
     made = [kernel(name, "emulator-fast")._made for name in SOURCES]
     before = [len(m) for m in made]
     for B, T in ((1, 1), (3, 2), (1, 8), (2, 9), (1, 16), (2, 17), (1, 600)):
-        layer = layer64.make(B=B, T=T, H=2, Dk=64, Dv=64, taps=3)
+        layer = layer64.make(B=B, T=T, H=2, Dk=64, Dv=64, conv_kernel=3)
         call(layer, empty_memory(p, B, mx.float32))
         call(layer, empty_memory(p, B, mx.float32), lengths=mx.array([1] * B))
     assert [len(m) for m in made] == before

@@ -81,17 +81,17 @@ def test_half_mode_does_not_drift(row):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("erase", [True, False])
+@pytest.mark.parametrize("delta_rule", [True, False])
 @pytest.mark.parametrize("gate", ["channel", "head", "none"])
 @pytest.mark.parametrize("heads", [(2, 2), (1, 3)])
-def test_the_lineage(kernel, erase, gate, heads):
+def test_the_lineage(kernel, delta_rule, gate, heads):
     """KDA, Gated DeltaNet, DeltaNet, linear attention; Hv > H, Dk != Dv, B = 2, from a state."""
     H, Hv = heads
     x = oracle.make("collinear", T=45, B=2, H=H, Hv=Hv, Dk=64, Dv=32).with_state()
     g = {"channel": x.g, "head": x.g[..., 0], "none": None}[gate]
     x = oracle.Inputs(x.q, x.k, x.v, g, x.beta, x.state)
-    truth = oracle.recurrence(*x.arrays(), state=x.state, erase=erase)
-    for got, t in zip(run(kernel, x, erase=erase), truth, strict=True):
+    truth = oracle.recurrence(*x.arrays(), state=x.state, delta_rule=delta_rule)
+    for got, t in zip(run(kernel, x, delta_rule=delta_rule), truth, strict=True):
         assert oracle.error(got, t) < OP_FLOAT32
 
 
@@ -110,7 +110,7 @@ def prepared(row, T=16):
             *(f32(x.q), f32(x.k), f32(x.g), unused(), unused(), f32(x.beta)),
             *(integers((T,) * 8), integers((T, 1, 1, 0, 1)), floats((1.0, 0.0))),
         ],
-        template=[("OpT", mx.float32), ("Dk", 128), ("GATE", 2), ("BETA", 0), ("ERASE", True)],
+        template=[("OpT", mx.float32), ("Dk", 128), ("GATE", 2), ("BETA", 0), ("DELTA_RULE", True)],
         grid=(128, 1, 1),
         threadgroup=(128, 1, 1),
         output_shapes=[(1, 1, 4096), (1, 1, 2048), (1, 1, 384), (1, 1, 128)],

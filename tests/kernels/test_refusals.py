@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 from helpers.kernels import OPS
 
-from mlx_kda.kernels.arguments import GateLaw, launches
+from mlx_kda.kernels.arguments import Gate, launches
 from mlx_kda.kernels.chunk import kda_chunk
 from mlx_kda.ops import reference64 as oracle
 
@@ -62,7 +62,7 @@ def test_a9_wrong_gate_parameters_are_named(name, A_log, dt_bias, g, message):
     with pytest.raises(ValueError, match=message):
         OPS[name](
             *(x, x, x, mx.zeros(g), mx.zeros((1, 3, 2))),
-            law=GateLaw(mx.zeros(A_log), mx.zeros(dt_bias)),
+            gate=Gate(mx.zeros(A_log), mx.zeros(dt_bias)),
             runner="emulator-fast",
         )
 

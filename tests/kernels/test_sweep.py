@@ -1,4 +1,4 @@
-"""Every head dimension, dtype, gate law, beta law and operand type of the prefill kernels.
+"""Every head dimension, dtype, gate, kind of beta and operand type of the prefill kernels.
 
 A covering set, not the product: each value of each choice appears, in the checked emulator.
 """
@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers import layer64
-from helpers.kernels import OPS, f32, law, numpy, rounded
+from helpers.kernels import OPS, f32, gate_of, numpy, rounded
 from tolerances import CHUNK_OVER_SEQUENTIAL, HALF_OVER_ROUNDING, OP_FLOAT32, ROUNDED_ONCE
 
 from mlx_kda.kernels.arguments import DIMS
@@ -29,8 +29,8 @@ def test_the_cover_covers():
 
 
 @pytest.mark.parametrize("mode", ["recurrent", "exact", "half"])
-@pytest.mark.parametrize("Dk,Dv,dtype,gate,beta_law", COVER)
-def test_every_size_and_law(mode, Dk, Dv, dtype, gate, beta_law):
+@pytest.mark.parametrize("Dk,Dv,dtype,gate,beta_kind", COVER)
+def test_every_size_and_law(mode, Dk, Dv, dtype, gate, beta_kind):
     if mode == "half" and dtype == "float32":
         dtype = "float16"
     layer = layer64.make(
@@ -40,7 +40,7 @@ def test_every_size_and_law(mode, Dk, Dv, dtype, gate, beta_law):
         Dk=Dk,
         Dv=Dv,
         lower_bound=-5.0 if gate == "bounded" else None,
-        beta_law="sigmoid" if beta_law == "given" else beta_law,
+        beta_kind="sigmoid" if beta_kind == "given" else beta_kind,
         rounded=rounded(dtype),
         seed=Dk,
     )
@@ -49,14 +49,14 @@ def test_every_size_and_law(mode, Dk, Dv, dtype, gate, beta_law):
     q, k, v = (f32(x).astype(kind) for x in layer.mixed())
     g = {"channel": layer.gate(), "head": layer.gate()[..., 0], "none": None}.get(gate, layer.a)
     raw = gate in ("softplus", "bounded")
-    beta = layer.beta() if beta_law == "given" else layer.b
+    beta = layer.beta() if beta_kind == "given" else layer.b
     options = {} if mode == "recurrent" else {"mode": mode}
     o, S = OPS["recurrent" if mode == "recurrent" else "chunk"](
         *(q, k, v, None if g is None else f32(g).astype(kind if raw else mx.float32)),
-        f32(beta).astype(mx.float32 if beta_law == "given" else kind),
+        f32(beta).astype(mx.float32 if beta_kind == "given" else kind),
         state=f32(layer.state),
-        law=law(layer) if raw else None,
-        beta_law=beta_law,
+        gate=gate_of(layer) if raw else None,
+        beta_kind=beta_kind,
         lengths=mx.array(lengths),
         runner="emulator",
         **options,

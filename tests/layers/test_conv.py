@@ -1,4 +1,4 @@
-"""The short convolution: any number of taps, any split, ragged rows."""
+"""The short convolution: any number of conv_kernel, any split, ragged rows."""
 
 import mlx.core as mx
 import numpy as np
@@ -11,38 +11,38 @@ C = 6
 
 
 def oracle(x: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """silu(causal depthwise convolution) of one row, float64: x [T, C], w [C, taps]."""
-    taps = w.shape[1]
+    """silu(causal depthwise convolution) of one row, float64: x [T, C], w [C, conv_kernel]."""
+    conv_kernel = w.shape[1]
     y = np.zeros_like(x, dtype=np.float64)
     for t in range(x.shape[0]):
-        for i in range(taps):
-            if t - taps + 1 + i >= 0:
-                y[t] += w[:, i].astype(np.float64) * x[t - taps + 1 + i]
+        for i in range(conv_kernel):
+            if t - conv_kernel + 1 + i >= 0:
+                y[t] += w[:, i].astype(np.float64) * x[t - conv_kernel + 1 + i]
     return y / (1 + np.exp(-y))
 
 
-def make(taps: int, T: int, B: int = 1, seed: int = 0):
+def make(conv_kernel: int, T: int, B: int = 1, seed: int = 0):
     rng = np.random.default_rng(seed)
-    conv = ShortConv(C, taps)
-    w = rng.standard_normal((C, taps)).astype(np.float32)
+    conv = ShortConv(C, conv_kernel)
+    w = rng.standard_normal((C, conv_kernel)).astype(np.float32)
     conv.conv.weight = mx.array(w)[..., None]
     return conv, w, rng.standard_normal((B, T, C)).astype(np.float32)
 
 
-@pytest.mark.parametrize("taps", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("conv_kernel", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("T", [0, 1, 2, 3, 4, 5, 8, 20])
-def test_c14_any_length_in_one_go_and_token_by_token(taps, T):
+def test_c14_any_length_in_one_go_and_token_by_token(conv_kernel, T):
     """Case C14: texts shorter than the window, one tap, no token at all."""
-    conv, w, x = make(taps, T)
+    conv, w, x = make(conv_kernel, T)
     if T == 0:
-        window = mx.ones((1, taps - 1, C))
+        window = mx.ones((1, conv_kernel - 1, C))
         y, after = conv(mx.zeros((1, 0, C)), window)
         assert y.shape == (1, 0, C)
         assert mx.array_equal(after, window)
         return
     want = oracle(x[0], w)
     y, window = conv(mx.array(x))
-    assert window.shape == (1, taps - 1, C)
+    assert window.shape == (1, conv_kernel - 1, C)
     np.testing.assert_allclose(y[0], want, atol=FLOAT32)
     window, steps = None, []
     for t in range(T):
@@ -51,9 +51,9 @@ def test_c14_any_length_in_one_go_and_token_by_token(taps, T):
     np.testing.assert_allclose(mx.concatenate(steps, axis=1)[0], want, atol=FLOAT32)
 
 
-@pytest.mark.parametrize("taps", [1, 2, 4])
-def test_every_split_in_two(taps):
-    conv, w, x = make(taps, 9)
+@pytest.mark.parametrize("conv_kernel", [1, 2, 4])
+def test_every_split_in_two(conv_kernel):
+    conv, w, x = make(conv_kernel, 9)
     want = oracle(x[0], w)
     for cut in range(1, 9):
         first, window = conv(mx.array(x[:, :cut]))
@@ -70,19 +70,19 @@ class Ragged:
         self.left_padding = None if left_padding is None else mx.array(left_padding)
 
 
-@pytest.mark.parametrize("taps", [1, 2, 4])
+@pytest.mark.parametrize("conv_kernel", [1, 2, 4])
 @pytest.mark.parametrize("poison", [np.nan, 1e30])
-def test_c3_a_ragged_rows_window_ends_at_its_last_token(taps, poison):
+def test_c3_a_ragged_rows_window_ends_at_its_last_token(conv_kernel, poison):
     """Case C3: rows of 0, 1, 2, 5 and 6 tokens, what follows them poisoned."""
     lengths = [0, 1, 2, 5, 6]
-    conv, w, x = make(taps, 6, B=5)
+    conv, w, x = make(conv_kernel, 6, B=5)
     for b, n in enumerate(lengths):
         x[b, n:] = poison
-    old = np.random.default_rng(1).standard_normal((5, taps - 1, C)).astype(np.float32)
-    y, window = conv(mx.array(x), mx.array(old), Padding.of(Ragged(lengths), 6, taps))
+    old = np.random.default_rng(1).standard_normal((5, conv_kernel - 1, C)).astype(np.float32)
+    y, window = conv(mx.array(x), mx.array(old), Padding.of(Ragged(lengths), 6, conv_kernel))
     for b, n in enumerate(lengths):
         row = np.concatenate([old[b], x[b, :n]])
-        np.testing.assert_allclose(y[b, :n], oracle(row, w)[taps - 1 :], atol=FLOAT32)
+        np.testing.assert_allclose(y[b, :n], oracle(row, w)[conv_kernel - 1 :], atol=FLOAT32)
         np.testing.assert_array_equal(window[b], row[n:])
 
 

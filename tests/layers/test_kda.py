@@ -1,4 +1,4 @@
-"""The KDA layer against float64 by its definition: both gate laws, every parameter in its place."""
+"""The KDA layer against float64 by its definition: both gates, every parameter in its place."""
 
 import mlx.core as mx
 import numpy as np
@@ -13,9 +13,11 @@ from mlx_kda.ops.reference64 import recurrence
 HIDDEN, HEADS, D = 40, 3, 16
 
 
-def make(taps: int = 4, lower_bound: float | None = None, seed: int = 0) -> KimiDeltaAttention:
+def make(
+    conv_kernel: int = 4, lower_bound: float | None = None, seed: int = 0
+) -> KimiDeltaAttention:
     rng = np.random.default_rng(seed)
-    layer = KimiDeltaAttention(HIDDEN, HEADS, D, taps, 1e-5, lower_bound)
+    layer = KimiDeltaAttention(HIDDEN, HEADS, D, conv_kernel, 1e-5, lower_bound)
     layer.dt_bias = mx.array(rng.uniform(-4, 1, HEADS * D).astype(np.float32))
     layer.A_log = mx.array(rng.uniform(0, 2, (1, 1, HEADS, 1)).astype(np.float32))
     layer.o_norm.weight = mx.array(rng.uniform(0.5, 1.5, D).astype(np.float32))
@@ -43,9 +45,9 @@ def oracle(layer: KimiDeltaAttention, x: mx.array, dt_bias: np.ndarray | None = 
 
     def convolved(name):
         a, w = linear(name, x), f64(layer[f"{name}_conv"].conv.weight)[..., 0]
-        taps = w.shape[1]
-        padded = np.concatenate([np.zeros((taps - 1, a.shape[1])), a])
-        y = sum(padded[i : i + T] * w[:, i] for i in range(taps))
+        conv_kernel = w.shape[1]
+        padded = np.concatenate([np.zeros((conv_kernel - 1, a.shape[1])), a])
+        y = sum(padded[i : i + T] * w[:, i] for i in range(conv_kernel))
         return (y * sigmoid(y)).reshape(T, HEADS, D)
 
     def unit(a):
@@ -67,11 +69,11 @@ def oracle(layer: KimiDeltaAttention, x: mx.array, dt_bias: np.ndarray | None = 
 
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
-@pytest.mark.parametrize("taps", [1, 2, 4])
+@pytest.mark.parametrize("conv_kernel", [1, 2, 4])
 @pytest.mark.parametrize("T", [1, 3, 40])
-def test_a4_both_gate_laws_against_float64(lower_bound, taps, T):
+def test_a4_both_gates_against_float64(lower_bound, conv_kernel, T):
     """Case A4: softplus and bounded gates in the layer, output and final state."""
-    layer, x = make(taps, lower_bound), inputs(T)
+    layer, x = make(conv_kernel, lower_bound), inputs(T)
     want, state = oracle(layer, x)
     cache = ArraysCache(4)
     assert difference(layer(x, cache)[0], want) < LAYER_FLOAT32

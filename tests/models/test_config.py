@@ -148,7 +148,7 @@ def test_unknown_linear_attention_options_are_refused(key):
 
 
 def test_a4_a_bound_switches_the_gate_law():
-    """Case A4: a config with a bound switches the law, and a senseless bound is refused."""
+    """Case A4: a config with a bound switches the gate, and a senseless bound is refused."""
     config = tiny_config()
     assert KimiLinearConfig.from_dict(config).gate_lower_bound is None
     config["linear_attn_config"]["gate_lower_bound"] = -5.0

@@ -86,7 +86,7 @@ def test_mixed_splits(golden, parts):
 @pytest.mark.parametrize("name", WITH_KERNELS)
 @pytest.mark.parametrize("parts", [[64, 6], [17, 16, 9, 8, *[1] * 20]])
 def test_the_kernels_end_to_end(name, parts):
-    """More value heads, other value widths, both gate laws, beta to 2: in the checked emulator."""
+    """More value heads, other value widths, both gates, beta to 2: in the checked emulator."""
     model, prompts = _load(name)
     model.runner = "emulator"
     assert model.kda_layers[0].choose(1, mx.float32).kernel == "kda_decode"

@@ -16,7 +16,7 @@ PATHS = ("reference", "step", "chunk")
 
 
 def numpy_gates(a, A_log, dt_bias, lower_bound=None):
-    """Both laws in float64, dt_bias per channel."""
+    """Both gates in float64, dt_bias per channel."""
     a = a.astype(np.float64) + dt_bias.reshape(a.shape[-2:]).astype(np.float64)
     rate = np.exp(A_log.astype(np.float64)).reshape(-1, 1)
     if lower_bound is None:
@@ -24,9 +24,9 @@ def numpy_gates(a, A_log, dt_bias, lower_bound=None):
     return lower_bound / (1 + np.exp(-rate * a))
 
 
-@pytest.mark.parametrize("law", ["softplus", "bounded"])
+@pytest.mark.parametrize("gate", ["softplus", "bounded"])
 @pytest.mark.parametrize("shape", ["[H, Dk]", "flat"])
-def test_a1_dt_bias_is_per_channel(law, shape):
+def test_a1_dt_bias_is_per_channel(gate, shape):
     """Case A1: a bias per head is 0.6 to 0.9 wrong; [H, Dk] and flat [H * Dk] are the same."""
     rng = np.random.default_rng(0)
     H, Dk = 3, 16
@@ -34,7 +34,7 @@ def test_a1_dt_bias_is_per_channel(law, shape):
     A_log = rng.uniform(0, 2, H).astype(np.float32)
     dt_bias = rng.uniform(-6, 2, (H, Dk)).astype(np.float32)
     bias = mx.array(dt_bias if shape == "[H, Dk]" else dt_bias.reshape(-1))
-    if law == "softplus":
+    if gate == "softplus":
         got, truth = (
             softplus_gate(mx.array(a), mx.array(A_log), bias),
             numpy_gates(a, A_log, dt_bias),

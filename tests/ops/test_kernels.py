@@ -64,7 +64,7 @@ def test_operations_are_operations_on_a_mac_too(as_on_a_mac, T):
     _, arrays, state = inputs(T=T)
     assert explain(*arrays, state=state).path in KERNELS
     assert explain(*arrays, state=state, runner="ops").path not in KERNELS
-    layer = KimiDeltaAttention(16, 1, 32, taps=4, norm_eps=1e-5).eval()
+    layer = KimiDeltaAttention(16, 1, 32, conv_kernel=4, norm_eps=1e-5).eval()
     y = layer(mx.ones((1, T, 16)))
     assert y.shape == (1, T, 16)
 

@@ -59,17 +59,17 @@ def test_every_chunk_size_meets_the_bar(row, chunk):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("erase", [True, False])
+@pytest.mark.parametrize("delta_rule", [True, False])
 @pytest.mark.parametrize("gate", ["channel", "head", "none"])
 @pytest.mark.parametrize("heads", [(2, 2), (1, 3)])
-def test_the_lineage(path, erase, gate, heads):
+def test_the_lineage(path, delta_rule, gate, heads):
     """KDA, Gated DeltaNet, DeltaNet, linear attention; Hv > H, Dk != Dv, from a state."""
     H, Hv = heads
     x = oracle.make("collinear", T=45, B=2, H=H, Hv=Hv, Dk=48, Dv=24).with_state()
     g = {"channel": x.g, "head": x.g[..., 0], "none": None}[gate]
     x = oracle.Inputs(x.q, x.k, x.v, g, x.beta, x.state)
-    o, S = oracle.recurrence(*x.arrays(), state=x.state, erase=erase)
-    got = run(path, x, erase=erase)
+    o, S = oracle.recurrence(*x.arrays(), state=x.state, delta_rule=delta_rule)
+    got = run(path, x, delta_rule=delta_rule)
     assert oracle.error(got[0], o) < OP_FLOAT32
     assert oracle.error(got[1], S) < OP_FLOAT32
 
