@@ -13,17 +13,17 @@ from collections.abc import Iterable, Iterator, Sequence
 import mlx.core as mx
 
 from ..errors import UserError
-from ..weights.quantization import MODES, Packing
-from ..weights.reader import Reader
-from ..weights.steps import Progress, Read, Step
-from ..weights.tensor_files import Spec
+from ..weights.quantization import MODES, Quantization
+from ..weights.safetensors import Read, Spec
+from ..weights.source import Reader
+from ..weights.weight_mapping import Progress, Step
 from .journal import Journal
 from .layout import Layout
 from .quantise import cast, finish_step
 from .sensitivity import sensitivity
 
 SLICE = 1 << 24  # elements measured at a time
-Point = tuple[int, float, Packing | None]  # bytes, error, packing
+Point = tuple[int, float, Quantization | None]  # bytes, error, packing
 
 
 def spend(layout: Layout, journal: Journal, progress: Progress | None) -> None:
@@ -71,7 +71,7 @@ def _fixed_bytes(layout: Layout, free: dict[str, Spec]) -> int:
     return total - sum(spec.size * layout.dtype.size for spec in free.values())
 
 
-def fewest_bits(layout: Layout) -> dict[str, Packing]:
+def fewest_bits(layout: Layout) -> dict[str, Quantization]:
     """The weights whose bits a budget chooses, each in the fewest."""
     return {path: _candidates(layout, spec)[0] for path, spec in _free(layout).items()}
 
@@ -85,12 +85,12 @@ def _free(layout: Layout) -> dict[str, Spec]:
     }
 
 
-def _candidates(layout: Layout, spec: Spec) -> list[Packing]:
+def _candidates(layout: Layout, spec: Spec) -> list[Quantization]:
     """The packings to try for a weight: all affine bits, in the recipe's groups or in smaller."""
     bits, _, groups, _ = MODES["affine"]
     wanted = layout.recipe.default.group_size
     sizes = [size for size in reversed(groups) if size <= wanted and spec.shape[-1] % size == 0]
-    tried = [Packing(b, sizes[0]) for b in bits] if sizes else []
+    tried = [Quantization(b, sizes[0]) for b in bits] if sizes else []
     return [packing for packing in tried if packing.fits(spec.shape[-1])]
 
 
@@ -140,7 +140,7 @@ def _path(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def errors_of(pieces: Iterable[mx.array], packings: Sequence[Packing]) -> list[float]:
+def errors_of(pieces: Iterable[mx.array], packings: Sequence[Quantization]) -> list[float]:
     """``|W - Q(W)|^2 / |W|^2`` of a weight under each packing, a few rows at a time."""
     wrong, total = [0.0] * len(packings), 0.0
     for piece in pieces:
@@ -183,7 +183,7 @@ def _gain(a: Point, b: Point) -> float:
     return (a[1] - b[1]) / (b[0] - a[0])
 
 
-def allot(points: dict[str, list[Point]], budget: int) -> dict[str, Packing | None]:
+def allot(points: dict[str, list[Point]], budget: int) -> dict[str, Quantization | None]:
     """The packing of each weight within a budget of bytes, that holds all in the fewest bits."""
     at = dict.fromkeys(points, 0)
     budget -= sum(hull[0][0] for hull in points.values())

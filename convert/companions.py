@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..tokenizer import end_ids, read_tokenizer, write_tokenizer
-from ..weights.source import Source, read_json
+from ..weights.source import CheckpointSource, read_json
 from .layout import Layout
 from .output import copy_file, write_json
 from .report import ConversionReport
@@ -22,7 +22,7 @@ class Companions:
     eos_ids: list[int]
 
 
-def read_companions(source: Source) -> Companions:
+def read_companions(source: CheckpointSource) -> Companions:
     """Read them; CheckpointError where a file is damaged."""
     tokenizer = read_tokenizer(source.folder, source.config)
     path = source.folder / GENERATION

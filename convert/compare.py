@@ -21,7 +21,7 @@ from ..errors import CheckpointError
 from ..layers import RMSNorm
 from ..models.families import tensor_family
 from ..models.hybrid import DecoderLayer
-from ..weights.steps import Progress
+from ..weights.weight_mapping import Progress
 from .divergence import Divergence
 from .layout import Layout
 from .routed import Routed
@@ -199,7 +199,7 @@ class Pair:
         if name in self.counted:  # a tied embedding is read twice
             return
         self.counted.add(name)
-        packing = self.kept.layout.mapping.packed.get(name.removesuffix(".weight"))
+        packing = self.kept.layout.mapping.quantized.get(name.removesuffix(".weight"))
         family = self.result.families.setdefault(tensor_family(name), FamilyError())
         family.add(name, wrong, total, weight_bound(packing, kept, given))
 

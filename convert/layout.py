@@ -16,11 +16,11 @@ from ..format import size
 from ..models.families import map_checkpoint, tensor_family
 from ..models.hybrid_config import HybridConfig
 from ..models.tensor_roles import CONVOLUTION
-from ..weights.background import WAITING_BYTES
-from ..weights.source import Source
-from ..weights.source_view import View, view
-from ..weights.steps import PIECE_BYTES, Mapping
-from ..weights.tensor_files import DTYPE_WORDS, Spec
+from ..weights.safetensors import DTYPE_WORDS, Spec
+from ..weights.safetensors_writer import WAITING_BYTES
+from ..weights.source import CheckpointSource
+from ..weights.source_view import SourceView, view_source
+from ..weights.weight_mapping import PIECE_BYTES, WeightMapping
 from .quantise import Finished, finish_step, is_cast
 from .recipe import Recipe
 
@@ -57,10 +57,10 @@ class Wish:
 class Layout:
     """A source, its mapping, and the steps of a conversion under a recipe."""
 
-    source: Source
-    view: View
+    source: CheckpointSource
+    view: SourceView
     config: HybridConfig
-    mapping: Mapping
+    mapping: WeightMapping
     wish: Wish
     dtype: mx.Dtype
     recipe: Recipe | None
@@ -156,16 +156,16 @@ def identity_hash(identity: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
-def lay_out(source: Source, wish: Wish) -> Layout:
+def lay_out(source: CheckpointSource, wish: Wish) -> Layout:
     """Lay out the conversion of a source; with a byte budget, `finish` is still to be called.
 
     Raises CheckpointError or UserError: a feature that is not built, a tensor missing, left over
     or of a wrong shape, a layout that is not known, a rule that is for no weight.
     """
-    seen = view(source, wish.dequantize)
+    seen = view_source(source, wish.dequantize)
     config, mapping = map_checkpoint(seen.config, seen.tensors)
     recipe = wish.recipe()
-    if recipe and mapping.packed:
+    if recipe and mapping.quantized:
         raise UserError(
             f"{source.name} is quantised already: add --dequantize to round its weights a second "
             "time, or convert the unquantised checkpoint"
@@ -177,7 +177,7 @@ def lay_out(source: Source, wish: Wish) -> Layout:
     return result
 
 
-def common_dtype(mapping: Mapping) -> mx.Dtype:
+def common_dtype(mapping: WeightMapping) -> mx.Dtype:
     """The dtype that holds most bytes among the tensors whose dtype may change."""
     bytes_of: Counter = Counter()
     for name, spec in mapping.outputs.items():
@@ -186,7 +186,7 @@ def common_dtype(mapping: Mapping) -> mx.Dtype:
     return bytes_of.most_common(1)[0][0]
 
 
-def changed_dtypes(mapping: Mapping, dtype: mx.Dtype, all_of_it: bool) -> dict[str, str]:
+def changed_dtypes(mapping: WeightMapping, dtype: mx.Dtype, all_of_it: bool) -> dict[str, str]:
     """What a cast to `dtype` changes: every tensor if that was asked for, else the odd ones."""
     if all_of_it:
         kinds = {s.dtype for n, s in mapping.outputs.items() if is_cast(n, s)} - {dtype}
@@ -222,10 +222,10 @@ def bits_by_family(layout: Layout) -> dict[str, dict[str, int]]:
     return {family: dict(sorted(found.items())) for family, found in counts.items()}
 
 
-def packed_config(mapping: Mapping) -> dict[str, Any] | None:
+def packed_config(mapping: WeightMapping) -> dict[str, Any] | None:
     """The `quantization` entry for weights that came quantised: the commonest form, the others."""
-    if not mapping.packed:
+    if not mapping.quantized:
         return None
-    forms = [tuple(sorted(form.items())) for form in mapping.packed.values()]
+    forms = [tuple(sorted(form.items())) for form in mapping.quantized.values()]
     default = dict(Counter(forms).most_common(1)[0][0])
-    return default | {path: form for path, form in mapping.packed.items() if form != default}
+    return default | {path: form for path, form in mapping.quantized.items() if form != default}

@@ -8,8 +8,8 @@ from typing import Any
 from ..format import size
 from ..models.families import by_family, tensor_family
 from ..plan import FLOATS, machine, need
-from ..weights.quantization import Packing
-from ..weights.source import Source, open_source
+from ..weights.quantization import Quantization
+from ..weights.source import CheckpointSource, open_source
 from .budget import bytes_to_spend, fewest_bits
 from .layout import Layout, Wish, bits_by_family, lay_out
 from .output import free_space, named, partial_of, size_of, space_problem
@@ -168,7 +168,7 @@ def _kinds(layout: Layout) -> dict[str, int]:
     return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
 
 
-def _fewest_bits(origin: Source, wish: Wish) -> tuple[Layout, dict[str, Packing]]:
+def _fewest_bits(origin: CheckpointSource, wish: Wish) -> tuple[Layout, dict[str, Quantization]]:
     """A layout with the fewest bits that a byte budget may choose, and what it chooses for.
 
     Raises UserError where even they pass the budget.

@@ -8,10 +8,9 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import UserError
-from ..weights.quantization import Packing
-from ..weights.steps import Pieces, Read, Step
-from ..weights.tensor_files import Spec
-from ..weights.weight_mapping import FLOATS
+from ..weights.quantization import Quantization
+from ..weights.safetensors import FLOATS, Pieces, Read, Spec
+from ..weights.weight_mapping import Step
 from .recipe import Recipe
 
 FLOAT32 = re.compile(r"\.(A_log|dt_bias|e_score_correction_bias|global_scale)$")
@@ -34,7 +33,7 @@ def finish_step(step: Step, dtype: mx.Dtype, recipe: Recipe | None) -> Finished:
     any value that is not finite, raises UserError with the tensor's name.
     """
     outputs: dict[str, Spec] = {}
-    packings: dict[str, Packing | None] = {}
+    packings: dict[str, Quantization | None] = {}
     targets: dict[str, mx.Dtype] = {}
     for name, spec in step.outputs.items():
         if is_cast(name, spec):
@@ -75,7 +74,7 @@ def _cast_all(name: str, pieces: Pieces, dtype: mx.Dtype) -> Pieces:
 
 
 def _packed(
-    name: str, pieces: Pieces, dtype: mx.Dtype, packing: Packing, spec: Spec
+    name: str, pieces: Pieces, dtype: mx.Dtype, packing: Quantization, spec: Spec
 ) -> Iterator[tuple[str, Pieces]]:
     """The words of a weight, then its scales and biases, which are kept meanwhile."""
     first, *others = packing.outputs(name.removesuffix(".weight"), spec)

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from ..errors import UserError
-from ..models.tensor_roles import CONVOLUTION, GATE_PATH, ROUTER, ROUTER_PACKING
-from ..weights.quantization import Packing
-from ..weights.tensor_files import Spec
-from ..weights.weight_mapping import FLOATS
+from ..models.tensor_roles import CONVOLUTION, GATE_PATH, ROUTER, ROUTER_QUANTIZATION
+from ..weights.quantization import Quantization
+from ..weights.safetensors import FLOATS, Spec
 
 KEEP = "keep"
 
@@ -30,7 +29,7 @@ class Rule:
 
     text: str
     pattern: str
-    packing: Packing | None
+    packing: Quantization | None
 
     @classmethod
     def parse(cls, text: str) -> "Rule":
@@ -48,7 +47,7 @@ class Rule:
             bits = group = None
         if bits is None or len(parts) > 3:
             raise UserError(f"--q-rule {text}: write PATTERN=BITS,GROUP[,MODE] or PATTERN=keep")
-        return cls(text, pattern, Packing.make(bits, group, mode, f"--q-rule {text}:"))
+        return cls(text, pattern, Quantization.make(bits, group, mode, f"--q-rule {text}:"))
 
     def matches(self, path: str) -> bool:
         """Whether the rule is for this weight."""
@@ -59,13 +58,13 @@ class Rule:
 class Recipe:
     """Chooses a packing for each weight and remembers what it kept, and why."""
 
-    default: Packing | None
+    default: Quantization | None
     rules: tuple[Rule, ...] = ()
     target_bpw: float | None = None
     # what a byte budget gave each weight; None keeps it
-    chosen: dict[str, Packing | None] = field(default_factory=dict)
+    chosen: dict[str, Quantization | None] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
-    packed: dict[str, Packing] = field(default_factory=dict)
+    packed: dict[str, Quantization] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
 
     @classmethod
@@ -83,7 +82,7 @@ class Recipe:
         group size, a rule cannot be read, or two wishes exclude each other.
         """
         parsed = tuple(Rule.parse(rule) for rule in rules)
-        default = Packing.make(bits, group_size, mode, "--q-mode")
+        default = Quantization.make(bits, group_size, mode, "--q-mode")
         if target_bpw is not None:
             if bits is not None or mode != "affine":
                 raise UserError(
@@ -97,7 +96,7 @@ class Recipe:
             default = None
         return cls(default, parsed, target_bpw)
 
-    def choose(self, name: str, spec: Spec) -> Packing | None:
+    def choose(self, name: str, spec: Spec) -> Quantization | None:
         """The packing for one tensor, or None if it stays as it is."""
         path, _, part = name.rpartition(".")
         if part != "weight" or len(spec.shape) < 2 or spec.dtype not in FLOATS:
@@ -123,7 +122,7 @@ class Recipe:
         elif GATE_PATH.search(path):
             return self._keep(path, "gate path")
         elif ROUTER.search(path) and (packing.bits < 8 or packing.mode != "affine"):
-            packing = ROUTER_PACKING
+            packing = ROUTER_QUANTIZATION
         if not packing.fits(width):
             return self._keep(path, f"width {width} is no multiple of group {packing.group_size}")
         return self._pack(path, packing)
@@ -169,7 +168,7 @@ class Recipe:
         self.kept[path] = reason
         self._use(path)
 
-    def _pack(self, path: str, packing: Packing) -> Packing:
+    def _pack(self, path: str, packing: Quantization) -> Quantization:
         self.packed[path] = packing
         self._use(path)
         return packing

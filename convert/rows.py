@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import mlx.core as mx
 import numpy as np
 
-from ..weights.reader import Reader
-from ..weights.source_view import Made
-from ..weights.steps import Read, Step
-from ..weights.tensor_files import as_array, read_bytes, rows_of
+from ..weights.safetensors import Read, as_array, read_bytes, rows_of
+from ..weights.source import Reader
+from ..weights.source_view import DerivedTensor
+from ..weights.weight_mapping import Step
 from .layout import Layout
 
 BLOCK = 1 << 24  # elements read at a time
@@ -27,7 +27,7 @@ class Rows:
     """
 
     def __init__(self, layout: Layout, hashed: bool):
-        self._view, self._packed = layout.view, layout.mapping.packed
+        self._view, self._packed = layout.view, layout.mapping.quantized
         self._source, self._hashed = layout.source, hashed
         self._steps = {name: step for step in layout.mapping.steps for name in step.outputs}
         self._hashing: dict[str, tuple[int, hashlib._Hash]] = {}
@@ -67,7 +67,7 @@ class Rows:
     def _by_rows(self, step: Step) -> bool:
         """Whether a row of what the step makes needs the same row of its sources and no more."""
         tensors = [self._view.tensors[name] for name in step.sources]
-        return step.by_rows and all(not isinstance(t, Made) or t.by_rows for t in tensors)
+        return step.by_rows and all(not isinstance(t, DerivedTensor) or t.by_rows for t in tensors)
 
     def _rows(self, name: str, start: int, stop: int) -> mx.array:
         step = self._steps[name]

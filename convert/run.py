@@ -10,7 +10,7 @@ from ..errors import UserError
 from ..files import write_text
 from ..models.families import by_family
 from ..weights.source import INDEX, open_source
-from ..weights.steps import Progress
+from ..weights.weight_mapping import Progress
 from .budget import spend
 from .building import LOCK, building, locked, tidy
 from .card import CARD, PAGE, card, command, page

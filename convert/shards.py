@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import mlx.core as mx
 
 from ..files import new_file
-from ..weights.reader import Reader
-from ..weights.steps import Pieces, Progress
-from ..weights.tensor_files import Spec
-from ..weights.writing import write_file
+from ..weights.safetensors import Pieces, Spec
+from ..weights.safetensors_writer import write_file
+from ..weights.source import Reader
+from ..weights.weight_mapping import Progress
 from .journal import Journal
 from .layout import Layout
 from .quantise import Finished

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
-from ..weights.reader import Reader
-from ..weights.steps import Step
+from ..weights.source import Reader
+from ..weights.weight_mapping import Step
 from .layout import Layout
 from .rows import Rows
 from .weights import plain_weights, unit_of
@@ -46,7 +46,7 @@ class Side:
 
     def small(self, unit: str) -> Weights:
         """The weights of a unit but those that are read by rows."""
-        view, packed = self.layout.view, self.layout.mapping.packed
+        view, packed = self.layout.view, self.layout.mapping.quantized
         return dict(plain_weights(self.steps[unit], view, packed, self.reader))
 
 

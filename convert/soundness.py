@@ -8,14 +8,13 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import CheckpointError
+from ..format import listed
 from ..tokenizer.control import ControlTokens
 from ..tokenizer.detokenizer import ByteDetokenizer, token_pieces
 from ..tokenizer.files import token_name
-from ..weights.reader import Reader
-from ..weights.source import INDEX, Source, read_json, read_placed
-from ..weights.steps import Progress
-from ..weights.tensor_files import DTYPE_WORDS, in_pieces, read_header
-from ..weights.weight_mapping import FLOATS, listed
+from ..weights.safetensors import DTYPE_WORDS, FLOATS, in_pieces, read_header
+from ..weights.source import INDEX, CheckpointSource, Reader, read_json, read_placed
+from ..weights.weight_mapping import Progress
 from .checks import Verification
 from .companions import read_companions
 from .journal import file_hash
@@ -90,7 +89,7 @@ def check_index(result: Verification, folder: Path, report: dict[str, Any] | Non
 
 
 def check_tokenizer(
-    result: Verification, source: Source, report: dict[str, Any] | None, vocab_size: int
+    result: Verification, source: CheckpointSource, report: dict[str, Any] | None, vocab_size: int
 ) -> None:
     """The tokenizer loads, and a text in several scripts comes back from its ids.
 
@@ -120,7 +119,7 @@ def check_tokenizer(
     result.add("tokenizer", found, bound, False)
 
 
-def _tried(source: Source) -> tuple[list[int], list[str], list[int]]:
+def _tried(source: CheckpointSource) -> tuple[list[int], list[str], list[int]]:
     """Ids of the text, what they give back at once and one by one, and the ids that end a reply."""
     found = read_companions(source)
     tokenizer = found.tokenizer.tokenizer
@@ -158,10 +157,12 @@ def check_shapes(result: Verification, layout: Layout, report: dict[str, Any] | 
     found = f"{len(odd)} others: {listed(odd)}" if odd else "right"
     expected = f"{stated}, gates and router bias float32".removeprefix("mlx.core.")
     result.add("dtypes", found, expected, not odd)
-    if layout.mapping.packed or config.get("quantization"):
+    if layout.mapping.quantized or config.get("quantization"):
         odd = _misstated(layout, config.get("quantization") or {})
         found = (
-            f"{len(odd)} others: {listed(odd)}" if odd else f"{len(layout.mapping.packed)} packed"
+            f"{len(odd)} others: {listed(odd)}"
+            if odd
+            else f"{len(layout.mapping.quantized)} packed"
         )
         result.add("quantisation", found, "config.json says what the shapes say", not odd)
 
@@ -171,7 +172,7 @@ def _misstated(layout: Layout, settings: dict[str, Any]) -> list[str]:
     default = {key: settings.get(key) for key in ("group_size", "bits")}
     default["mode"] = settings.get("mode", "affine")
     odd = []
-    for path, form in layout.mapping.packed.items():
+    for path, form in layout.mapping.quantized.items():
         own = settings.get(path)
         stated = {"mode": "affine"} | own if isinstance(own, dict) else default
         if any(stated.get(key) != value for key, value in form.items()):

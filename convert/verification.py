@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, UserError
+from ..format import listed
 from ..models.families import by_family, parse_config
 from ..weights.source import open_source, read_config
-from ..weights.steps import Progress
-from ..weights.weight_mapping import listed
+from ..weights.weight_mapping import Progress
 from .checks import Verification
 from .journal import digest_of
 from .layout import Layout, Wish, lay_out

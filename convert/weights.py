@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
-from ..weights.source_view import View
-from ..weights.steps import Mapping, Read, Step
+from ..weights.safetensors import Read
+from ..weights.source_view import SourceView
+from ..weights.weight_mapping import Step, WeightMapping
 from .layout import Layout
 
 LAYERS = "model.layers."
@@ -27,21 +28,23 @@ def unit_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def plain_shapes(mapping: Mapping) -> dict[str, tuple[int, ...]]:
+def plain_shapes(mapping: WeightMapping) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every weight, a packed one's as it is when dequantised."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, spec in mapping.outputs.items():
         path, _, part = name.rpartition(".")
-        if path not in mapping.packed or part == "bias":  # a map's own bias, which is never packed
+        if (
+            path not in mapping.quantized or part == "bias"
+        ):  # a map's own bias, which is never packed
             shapes[name] = spec.shape
         elif part == "weight":
             *rows, words = spec.shape
-            shapes[name] = (*rows, words * 32 // mapping.packed[path]["bits"])
+            shapes[name] = (*rows, words * 32 // mapping.quantized[path]["bits"])
     return shapes
 
 
 def plain_weights(
-    steps: list[Step], view: View, packed: dict[str, dict], read: Read
+    steps: list[Step], view: SourceView, packed: dict[str, dict], read: Read
 ) -> Iterator[tuple[str, mx.array]]:
     """(name, array) of the weights that some steps make; packed ones dequantised to float32.
 

@@ -1,4 +1,8 @@
-"""Numbers as people read them."""
+"""Numbers and names as people read them."""
+
+from collections.abc import Iterable
+
+SHOWN = 4  # names spelled out by ``listed``; the rest are counted
 
 
 def size(count: float) -> str:
@@ -13,3 +17,10 @@ def size(count: float) -> str:
 def tokens(count: int) -> str:
     """A number of tokens: 1 token, 2 tokens."""
     return f"{count:,} token{'' if count == 1 else 's'}"
+
+
+def listed(names: Iterable[str]) -> str:
+    """A few names and the count of the rest, for one line."""
+    names = list(names)
+    rest = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -18,7 +18,7 @@ from ..convert.layout import Wish, lay_out
 from ..errors import UserError
 from ..models.families import TENSOR_FAMILIES, tensor_family
 from ..models.tensor_roles import CONVOLUTION
-from ..weights.quantization import Packing
+from ..weights.quantization import Quantization
 from ..weights.source import open_source
 
 AFFINE_BITS = (8, 6, 5, 4, 3, 2)
@@ -117,7 +117,7 @@ class Recipe:
 
     def relative_error(self, source: str | Path) -> float:
         """Sum over a family's weights of ``|W - Q(W)|^2 / |W|^2``."""
-        packing = Packing(_BASES[self.base]["q_bits"], 64)
+        packing = Quantization(_BASES[self.base]["q_bits"], 64)
         layout, total = lay_out(open_source(source), Wish()), 0.0
         names = {f"{path}.weight" for path in family_paths(source, self.family)}
         for step in layout.mapping.steps:
@@ -129,7 +129,7 @@ class Recipe:
 
 def family_paths(source: str | Path, family: str) -> list[str]:
     """The weights of a family that 64 columns a group fit. Raises UserError if there are none."""
-    packing, paths = Packing(8, 64), []
+    packing, paths = Quantization(8, 64), []
     for name, spec in lay_out(open_source(source), Wish()).outputs.items():
         path, _, part = name.rpartition(".")
         matrix = part == "weight" and len(spec.shape) > 1 and not CONVOLUTION.search(path)

@@ -23,8 +23,8 @@ SLACK = 1_000_000_000
 
 def tensor_hashes(folder: Path) -> dict[str, str]:
     """Tensor name -> SHA-256 of dtype, shape and bytes."""
+    from ..weights.safetensors import read_bytes
     from ..weights.source import read_tensors
-    from ..weights.tensor_files import read_bytes
 
     hashes = {}
     for name, stored in read_tensors(folder).items():

@@ -38,7 +38,7 @@ def plain(source: Path, out: Path, bits: int | None, _: int) -> None:
     """
     import mlx.core as mx
 
-    from ..weights.writing import array_bytes
+    from ..weights.safetensors_writer import array_bytes
 
     out.mkdir()
     for file in sorted(source.glob("*.safetensors")):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..weights.tensor_files import Spec
-from ..weights.writing import write_file
+from ..weights.safetensors import Spec
+from ..weights.safetensors_writer import write_file
 
 HEADS, DIM, LATENT, DENSE = 8, 64, 128, 1024
 POOL = 1 << 24  # random numbers drawn once; a tensor is a piece of them

@@ -11,7 +11,7 @@ from typing import BinaryIO
 import mlx.core as mx
 
 from ..errors import CheckpointError
-from ..weights.tensor_files import Spec, Stored, as_array, read_bytes
+from ..weights.safetensors import Spec, StoredTensor, as_array, read_bytes
 
 NAME, BYTES = "crc32", 4
 SPEC = Spec((BYTES,), mx.uint8)
@@ -38,7 +38,7 @@ def seal(path: Path, crc: Crc32) -> None:
 
 
 def read_arrays(
-    file: BinaryIO, path: Path, stored: dict[str, Stored], *, checked: bool
+    file: BinaryIO, path: Path, stored: dict[str, StoredTensor], *, checked: bool
 ) -> dict[str, mx.array]:
     """Every tensor of an open file but the checksum; each byte is read once.
 

@@ -23,8 +23,8 @@ import mlx.nn as nn
 from .. import __version__
 from ..errors import CheckpointError, UserError
 from ..files import new_file, sync_folder
-from ..weights.tensor_files import Spec, read_header
-from ..weights.writing import write_file
+from ..weights.safetensors import Spec, read_header
+from ..weights.safetensors_writer import write_file
 from . import checksum
 from .checkpoints import NEWEST_KEPT, Checkpoint
 from .fingerprint import fingerprint

@@ -1,13 +1,12 @@
 """The model families that can be converted, and the families of tensors that reports add up."""
 
 import re
-from collections.abc import Iterable
-from collections.abc import Mapping as MappingType
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..errors import CheckpointError
-from ..weights.steps import Mapping
-from ..weights.tensor_files import Spec
+from ..weights.safetensors import Spec
+from ..weights.weight_mapping import WeightMapping
 from . import FAMILIES, read_config
 from . import fla_kda_weights as fla_kda
 from . import kimi_linear_weights as kimi_linear
@@ -49,7 +48,7 @@ def by_family(tensors: Iterable[tuple[str, Spec]]) -> dict[str, dict[str, int]]:
     return {family: entry for family, entry in sums.items() if entry["tensors"]}
 
 
-def map_tensors(config: HybridConfig, tensors: MappingType[str, Spec]) -> Mapping:
+def map_tensors(config: HybridConfig, tensors: Mapping[str, Spec]) -> WeightMapping:
     """Lay out the mapping of a config's family.
 
     Raises CheckpointError naming every tensor that is missing, left over, or of a wrong shape.
@@ -58,8 +57,8 @@ def map_tensors(config: HybridConfig, tensors: MappingType[str, Spec]) -> Mappin
 
 
 def map_checkpoint(
-    raw: dict[str, Any], tensors: MappingType[str, Spec]
-) -> tuple[HybridConfig, Mapping]:
+    raw: dict[str, Any], tensors: Mapping[str, Spec]
+) -> tuple[HybridConfig, WeightMapping]:
     """Parse a config and lay out the mapping of its family.
 
     Raises CheckpointError: what `parse_config` refuses, a tensor that is missing or left over.

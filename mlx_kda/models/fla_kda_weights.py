@@ -9,12 +9,11 @@ Taken are FLA's names and those written here, in any mix:
     attn.{q,k,v}_conv1d, attn.A_log, attn.dt_bias  ->  as in `parts`
 """
 
-from collections.abc import Mapping as MappingType
+from collections.abc import Mapping
 from typing import Any
 
-from ..weights.steps import Mapping
-from ..weights.tensor_files import Spec
-from ..weights.weight_mapping import Builder
+from ..weights.safetensors import Spec
+from ..weights.weight_mapping import MappingBuilder, WeightMapping
 from .fla_kda_config import FlaKdaConfig
 from .weight_transforms import convolution, decay, float32, tied_head
 
@@ -27,12 +26,12 @@ RENAMED = {
 }
 
 
-def map_tensors(config: FlaKdaConfig, tensors: MappingType[str, Spec]) -> Mapping:
+def map_tensors(config: FlaKdaConfig, tensors: Mapping[str, Spec]) -> WeightMapping:
     """Lay out how the tensors of a checkpoint become those of the MLX model.
 
     Raises CheckpointError naming every tensor that is missing, left over, or of a wrong shape.
     """
-    build = Builder(tensors)
+    build = MappingBuilder(tensors)
     hidden, vocab = config.hidden_size, config.vocab_size
     embedding, theirs = "model.embed_tokens", "model.embeddings"
     source = theirs if build.has(f"{theirs}.weight") else embedding
@@ -47,7 +46,7 @@ def map_tensors(config: FlaKdaConfig, tensors: MappingType[str, Spec]) -> Mappin
     return build.finish()
 
 
-def _layer(build: Builder, config: FlaKdaConfig, path: str) -> None:
+def _layer(build: MappingBuilder, config: FlaKdaConfig, path: str) -> None:
     hidden, inner = config.hidden_size, config.intermediate_size
     build.tensor(f"{path}.input_layernorm.weight", (hidden,), f"{path}.attn_norm.weight")
     _kda(build, config, f"{path}.self_attn", f"{path}.attn")
@@ -57,7 +56,7 @@ def _layer(build: Builder, config: FlaKdaConfig, path: str) -> None:
     build.weight(f"{path}.mlp.down_proj", (hidden, inner))
 
 
-def _kda(build: Builder, config: FlaKdaConfig, path: str, theirs: str) -> None:
+def _kda(build: MappingBuilder, config: FlaKdaConfig, path: str, theirs: str) -> None:
     hidden, keys, values = config.hidden_size, config.linear_key_width, config.linear_value_width
     heads, rank, dim = config.linear_state_shape  # the gates' maps have the rank Dv
     gates = heads * dim

@@ -14,11 +14,11 @@ import mlx.nn as nn
 from ..attention import resolve
 from ..cache import LatentCache, Policy, make_cache
 from ..layers import MLA, MLP, KimiDeltaAttention, MoE, Padding, RMSNorm
-from ..weights.tensor_files import Spec
+from ..weights.safetensors import Spec
 from .families import map_tensors
 from .hybrid_config import KDA, MOE, HybridConfig
 from .sharding import shard
-from .tensor_roles import GATE_PATH, ROUTER, ROUTER_PACKING
+from .tensor_roles import GATE_PATH, ROUTER, ROUTER_QUANTIZATION
 
 
 class DecoderLayer(nn.Module):
@@ -208,7 +208,7 @@ class HybridModel(nn.Module):
 
         def rule(path: str, _: nn.Module) -> bool | dict:
             if ROUTER.search(path):
-                return ROUTER_PACKING.as_config()
+                return ROUTER_QUANTIZATION.as_config()
             return not GATE_PATH.search(path)
 
         return rule

@@ -13,14 +13,15 @@ Written are mlx-lm's, so that files travel both ways:
 """
 
 import re
-from collections.abc import Mapping as MappingType
+from collections.abc import Mapping
 
 import mlx.core as mx
 
 from ..errors import CheckpointError
-from ..weights.steps import Mapping, Read, Step, stack_step
-from ..weights.tensor_files import Spec
-from ..weights.weight_mapping import PARTS, Builder, listed, quantization_of
+from ..format import listed
+from ..weights.quantization import PARTS, quantization_of
+from ..weights.safetensors import Read, Spec
+from ..weights.weight_mapping import MappingBuilder, Step, WeightMapping, stack_step
 from .config import KDA, MOE, KimiLinearConfig
 from .weight_transforms import convolution, decay, float32, tied_head
 
@@ -33,7 +34,7 @@ UNUSED = {
 EXPERT_PARTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
-def map_tensors(config: KimiLinearConfig, tensors: MappingType[str, Spec]) -> Mapping:
+def map_tensors(config: KimiLinearConfig, tensors: Mapping[str, Spec]) -> WeightMapping:
     """Lay out how the tensors of a checkpoint become those of the MLX model.
 
     Raises CheckpointError naming every tensor that is missing, left over, or of a wrong shape.
@@ -43,7 +44,7 @@ def map_tensors(config: KimiLinearConfig, tensors: MappingType[str, Spec]) -> Ma
             f"this is a transformers state dict saved by hand (it holds {listed(runtime[:1])}); "
             "save the model with model.save_pretrained(folder) and convert that folder"
         )
-    build = Builder(tensors)
+    build = MappingBuilder(tensors)
     for name in tensors:
         for pattern, reason in UNUSED.items():
             if pattern.search(name):
@@ -61,7 +62,7 @@ def map_tensors(config: KimiLinearConfig, tensors: MappingType[str, Spec]) -> Ma
     return build.finish()
 
 
-def _layer(build: Builder, config: KimiLinearConfig, index: int) -> None:
+def _layer(build: MappingBuilder, config: KimiLinearConfig, index: int) -> None:
     path, hidden = f"model.layers.{index}", config.hidden_size
     build.tensor(f"{path}.input_layernorm.weight", (hidden,))
     if config.layer_types[index] == KDA:
@@ -75,7 +76,7 @@ def _layer(build: Builder, config: KimiLinearConfig, index: int) -> None:
         _mlp(build, f"{path}.mlp", f"{path}.block_sparse_moe", hidden, config.intermediate_size)
 
 
-def _kda(build: Builder, config: KimiLinearConfig, path: str) -> None:
+def _kda(build: MappingBuilder, config: KimiLinearConfig, path: str) -> None:
     hidden, heads, width = config.hidden_size, config.linear_num_heads, config.linear_head_dim
     channels = heads * width
     for part in "qkv":
@@ -94,7 +95,7 @@ def _kda(build: Builder, config: KimiLinearConfig, path: str) -> None:
     build.weight(f"{path}.o_proj", (hidden, channels))
 
 
-def _mla(build: Builder, config: KimiLinearConfig, path: str) -> None:
+def _mla(build: MappingBuilder, config: KimiLinearConfig, path: str) -> None:
     hidden, heads, lora = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
     nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
     build.weight(f"{path}.q_proj", (heads * (nope + rope), hidden))
@@ -108,13 +109,13 @@ def _mla(build: Builder, config: KimiLinearConfig, path: str) -> None:
     build.weight(f"{path}.o_proj", (hidden, heads * value))
 
 
-def _mlp(build: Builder, path: str, alias: str, hidden: int, inner: int) -> None:
+def _mlp(build: MappingBuilder, path: str, alias: str, hidden: int, inner: int) -> None:
     build.weight(f"{path}.gate_proj", (inner, hidden), f"{alias}.gate_proj")
     build.weight(f"{path}.up_proj", (inner, hidden), f"{alias}.up_proj")
     build.weight(f"{path}.down_proj", (hidden, inner), f"{alias}.down_proj")
 
 
-def _moe(build: Builder, config: KimiLinearConfig, path: str) -> None:
+def _moe(build: MappingBuilder, config: KimiLinearConfig, path: str) -> None:
     hidden, inner, experts = config.hidden_size, config.moe_intermediate_size, config.num_experts
     mlp, hub = f"{path}.mlp", f"{path}.block_sparse_moe"
     build.weight(f"{mlp}.gate", (experts, hidden), f"{hub}.gate")
@@ -129,7 +130,9 @@ def _moe(build: Builder, config: KimiLinearConfig, path: str) -> None:
         _mlp(build, f"{mlp}.shared_experts", f"{hub}.shared_experts", hidden, inner)
 
 
-def _experts(build: Builder, path: str, part: str, count: int, shape: tuple[int, int]) -> None:
+def _experts(
+    build: MappingBuilder, path: str, part: str, count: int, shape: tuple[int, int]
+) -> None:
     """Stack the experts' matrices in numeric order: expert 10 comes after 9, not after 1."""
     target = f"{path}.mlp.switch_mlp.{part}"
     if build.has(f"{target}.weight"):
@@ -146,29 +149,31 @@ def _experts(build: Builder, path: str, part: str, count: int, shape: tuple[int,
 
 
 def _packed_experts(
-    build: Builder, target: str, experts: list[str], shape: tuple[int, int]
+    build: MappingBuilder, target: str, experts: list[str], shape: tuple[int, int]
 ) -> None:
     """Stack experts that are packed, all in one way."""
     forms = [
-        quantization_of(build, expert, shape) if build.has(f"{expert}.scales") else None
+        quantization_of(build.left, expert, shape) if build.has(f"{expert}.scales") else None
         for expert in experts
     ]
     if any(form != forms[0] for form in forms):
         raise CheckpointError(f"the experts of {target} are quantised in different ways")
-    build.mapping.packed[target] = forms[0]
+    build.mapping.quantized[target] = forms[0]
     for part in PARTS:
         names = [f"{expert}.{part}" for expert in experts if build.has(f"{expert}.{part}")]
         if names:
             _stack(build, f"{target}.{part}", names, [build.left[name] for name in names])
 
 
-def _stack(build: Builder, name: str, sources: list[str], specs: list[Spec]) -> None:
+def _stack(build: MappingBuilder, name: str, sources: list[str], specs: list[Spec]) -> None:
     if len(dtypes := {str(spec.dtype) for spec in specs}) > 1:
         raise CheckpointError(f"the experts of {name} mix dtypes: {listed(sorted(dtypes))}")
     build.add(stack_step(sources, name, specs[0]))
 
 
-def _split_kv_b(build: Builder, path: str, heads: int, nope: int, value: int, lora: int) -> None:
+def _split_kv_b(
+    build: MappingBuilder, path: str, heads: int, nope: int, value: int, lora: int
+) -> None:
     """Split kv_b_proj by head into the map to latents (transposed) and the map to values.
 
     Checkpoints of late 2025 hold it quantised, affine or mxfp4. It is split dequantised and stays
@@ -179,7 +184,7 @@ def _split_kv_b(build: Builder, path: str, heads: int, nope: int, value: int, lo
     packing: dict | None = None
     sources = (f"{base}.weight",)
     if build.has(f"{base}.scales"):
-        packing = quantization_of(build, base, shape)
+        packing = quantization_of(build.left, base, shape)
         parts = ["weight", "scales", *(["biases"] if packing["mode"] == "affine" else [])]
         sources = tuple(f"{base}.{part}" for part in parts)
         scales = build.left[f"{base}.scales"].dtype

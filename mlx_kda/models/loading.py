@@ -10,7 +10,7 @@ from ..doctor import prepare
 from ..errors import CheckpointError
 from ..layers.blas_layout import lay_out
 from ..tokenizer import load_tokenizer
-from ..weights.source import Source, open_source
+from ..weights.source import CheckpointSource, open_source
 from . import family
 from .families import map_checkpoint
 
@@ -37,14 +37,14 @@ def load_model(path: str | Path, runner: str = "auto") -> nn.Module:
     return _build(open_source(path), runner)
 
 
-def _build(source: Source, runner: str) -> nn.Module:
+def _build(source: CheckpointSource, runner: str) -> nn.Module:
 
     module = family(source.config)
     args, mapping = map_checkpoint(source.config, source.tensors)
     model = module.Model(args)
     model.runner = runner
     weights = _made(mapping.steps, _read(source))
-    _quantise(model, mapping.packed, weights, source.config.get("quantization") or {})
+    _quantise(model, mapping.quantized, weights, source.config.get("quantization") or {})
     model.load_weights(list(_at_working_dtype(weights).items()))
     del weights
     for layer in model.layers:
@@ -57,7 +57,7 @@ def _build(source: Source, runner: str) -> nn.Module:
     return model
 
 
-def _read(source: Source) -> dict[str, mx.array]:
+def _read(source: CheckpointSource) -> dict[str, mx.array]:
     """Every tensor of the folder, not yet read from disk."""
     arrays: dict[str, mx.array] = {}
     for file in sorted({stored.file for stored in source.tensors.values()}):

@@ -10,12 +10,11 @@ from math import prod
 import mlx.core as mx
 
 from ..errors import CheckpointError
-from ..weights.steps import Read, Step
-from ..weights.tensor_files import Spec
-from ..weights.weight_mapping import Builder
+from ..weights.safetensors import Read, Spec
+from ..weights.weight_mapping import MappingBuilder, Step
 
 
-def convolution(build: Builder, name: str, channels: int, kernel: int, *hub: str) -> None:
+def convolution(build: MappingBuilder, name: str, channels: int, kernel: int, *hub: str) -> None:
     """A depthwise convolution's weight, `name` in MLX's layout or one of `hub` in PyTorch's."""
     source = build.first((name, *hub))
     if source is None:
@@ -29,7 +28,7 @@ def convolution(build: Builder, name: str, channels: int, kernel: int, *hub: str
     )
 
 
-def decay(build: Builder, name: str, heads: int, *aliases: str) -> None:
+def decay(build: MappingBuilder, name: str, heads: int, *aliases: str) -> None:
     """A_log in any of its shapes; values beyond the last head are padding and must be zero."""
     if (source := build.first((name, *aliases))) is None:
         return
@@ -54,7 +53,11 @@ def decay(build: Builder, name: str, heads: int, *aliases: str) -> None:
 
 
 def float32(
-    build: Builder, name: str, shape: tuple[int, ...], allowed: list[tuple[int, ...]], *aliases: str
+    build: MappingBuilder,
+    name: str,
+    shape: tuple[int, ...],
+    allowed: list[tuple[int, ...]],
+    *aliases: str,
 ) -> None:
     """A parameter that stays float32 whatever the model's dtype; widening changes no value."""
     if (source := build.first((name, *aliases))) is None:
@@ -69,7 +72,7 @@ def float32(
     )
 
 
-def tied_head(build: Builder, shape: tuple[int, int], embedding: str) -> None:
+def tied_head(build: MappingBuilder, shape: tuple[int, int], embedding: str) -> None:
     """A head beside tied embeddings is dropped, but only where it is the embedding."""
     head = "lm_head.weight"
     if not build.has(head):

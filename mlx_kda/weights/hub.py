@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError, UserError
-from .source import INDEX, Source, joined, read_config, read_placed, read_tensors
-from .tensor_files import Stored, read_header, stored_entry
+from .safetensors import StoredTensor, read_header, stored_entry
+from .source import INDEX, CheckpointSource, joined, read_config, read_placed, read_tensors
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -26,7 +26,7 @@ def api() -> "HfApi":
     return HfApi()
 
 
-def open_repository(repo: str, revision: str | None, download: bool) -> Source:
+def open_repository(repo: str, revision: str | None, download: bool) -> CheckpointSource:
     """Open a repository: its small files are fetched, of its weights all or only the headers.
 
     Raises UserError: no such repository, a login is needed, no network.
@@ -42,7 +42,7 @@ def open_repository(repo: str, revision: str | None, download: bool) -> Source:
     config, placed = read_config(folder), read_placed(folder)
     commit = folder.name
     if download or _is_complete(folder, placed):
-        return Source(repo, folder, config, read_tensors(folder), commit)
+        return CheckpointSource(repo, folder, config, read_tensors(folder), commit)
     tensors = _remote_tensors(repo, commit, folder, placed)
 
     def fetch(file: Path) -> None:
@@ -53,7 +53,7 @@ def open_repository(repo: str, revision: str | None, download: bool) -> Source:
                 )
         tensors.update(read_header(file))  # now the places are known, and the file is whole
 
-    return Source(repo, folder, config, tensors, commit, fetch)
+    return CheckpointSource(repo, folder, config, tensors, commit, fetch)
 
 
 def _is_complete(folder: Path, placed: dict[str, str]) -> bool:
@@ -65,7 +65,7 @@ def _is_complete(folder: Path, placed: dict[str, str]) -> bool:
 
 def _remote_tensors(
     repo: str, commit: str, folder: Path, placed: dict[str, str]
-) -> dict[str, Stored]:
+) -> dict[str, StoredTensor]:
     """The tensors of a repository, by range requests for the headers of its weight files."""
     client = api()
     with _in_one_line(repo):
@@ -75,7 +75,7 @@ def _remote_tensors(
         raise CheckpointError(f"{repo} has neither {INDEX} nor model.safetensors")
     if absent := [file for file in files if file not in there]:
         raise CheckpointError(f"{INDEX} names files that are missing: {', '.join(absent[:4])}")
-    headers: dict[str, dict[str, Stored]] = {}
+    headers: dict[str, dict[str, StoredTensor]] = {}
     for file in files:
         if (folder / file).is_file():  # fetched before
             headers[file] = read_header(folder / file)

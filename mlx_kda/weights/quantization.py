@@ -1,11 +1,12 @@
 """How MLX stores a quantised weight: the modes, bits and group sizes, and the tensors they make."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..errors import UserError
-from .tensor_files import Spec
+from ..errors import CheckpointError, UserError
+from .safetensors import Spec
 
 # mode -> (bits allowed, default bits, group sizes allowed, default group size)
 MODES = {
@@ -14,10 +15,11 @@ MODES = {
     "mxfp8": ((8,), 8, (32,), 32),
     "nvfp4": ((4,), 4, (16,), 16),
 }
+PARTS = ("weight", "scales", "biases", "global_scale")  # of a quantised weight
 
 
 @dataclass(frozen=True)
-class Packing:
+class Quantization:
     """How one weight is quantised, in the words of mlx-lm's config."""
 
     bits: int
@@ -25,7 +27,9 @@ class Packing:
     mode: str = "affine"
 
     @classmethod
-    def make(cls, bits: int | None, group_size: int | None, mode: str, asked: str) -> "Packing":
+    def make(
+        cls, bits: int | None, group_size: int | None, mode: str, asked: str
+    ) -> "Quantization":
         """A packing that MLX has, the mode's own numbers where none are given.
 
         Raises UserError, naming what was `asked` for, where the mode does not have them.
@@ -68,3 +72,36 @@ class Packing:
 
 def _one_of(values: tuple[int, ...]) -> str:
     return " or ".join(map(str, values))
+
+
+def quantization_of(tensors: Mapping[str, Spec], path: str, shape: tuple[int, ...]) -> dict:
+    """Bits, group size and mode of a weight that MLX packed, read off its shapes.
+
+    `shape` is that of the plain weight. CheckpointError where the shapes fit no mode.
+    """
+    width = shape[-1]
+    weight = tensors.get(f"{path}.weight")
+    scales = tensors[f"{path}.scales"]
+    affine = f"{path}.biases" in tensors
+    if weight is None:
+        raise CheckpointError(f"the checkpoint holds {path}.scales but no {path}.weight")
+    words = weight.shape[-1] if weight.shape else 0
+    groups = scales.shape[-1] if scales.shape else 0
+    bits = words * 32 // width
+    group_size = width // groups if groups else 0
+    modes = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
+    mode = "affine" if affine else modes.get((bits, group_size))
+    fits = (
+        weight.dtype == mx.uint32
+        and weight.shape == (*shape[:-1], width * bits // 32)
+        and scales.shape == (*shape[:-1], groups)
+        and group_size * groups == width
+        and (not affine or tensors[f"{path}.biases"].shape == scales.shape)
+        and (affine or scales.dtype == mx.uint8)
+    )
+    if mode is None or not fits:
+        raise CheckpointError(
+            f"{path} is quantised in a layout that MLX does not have: weight {list(weight.shape)}, "
+            f"scales {list(scales.shape)} for a matrix of {list(shape)}"
+        )
+    return {"group_size": group_size, "bits": bits, "mode": mode}

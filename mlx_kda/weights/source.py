@@ -4,29 +4,32 @@ Only configs, tokenizer files and safetensors are ever fetched or opened: no Pyt
 """
 
 import hashlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from ..errors import CheckpointError, UserError
+from ..format import listed
 from .folders import INDEX, find_folder, read_config, read_json, refuse_without_weights
-from .tensor_files import Stored, read_header, read_tensor
-from .weight_mapping import listed
+from .safetensors import StoredTensor, as_array, read_bytes, read_header, read_tensor
+from .safetensors_writer import WAITING_BYTES
 
 SAMPLE = 65_536
 
 
 @dataclass
-class Source:
+class CheckpointSource:
     """A checkpoint folder with its config and the headers of its weight files."""
 
     name: str  # as the user gave it: a path, or a hub id
     folder: Path
     config: dict[str, Any]
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
     revision: str | None = None
     # downloads a weight file that is not there yet
     fetch: Callable[[Path], None] | None = None
@@ -79,7 +82,7 @@ def _sampled(file: Path) -> list[Any]:
 
 def open_source(
     source: str | Path, revision: str | None = None, *, download: bool = True
-) -> Source:
+) -> CheckpointSource:
     """Open a checkpoint by its folder or hub id, reading configs and headers only.
 
     With `download` false the weight files of a hub id stay there; only their headers are read,
@@ -95,10 +98,10 @@ def open_source(
         return hub.open_repository(str(source), revision, download)
     if revision is not None:
         raise UserError(f"--revision is for a hub id, {source} is a folder: leave it out")
-    return Source(str(source), folder, read_config(folder), read_tensors(folder))
+    return CheckpointSource(str(source), folder, read_config(folder), read_tensors(folder))
 
 
-def read_tensors(folder: Path) -> dict[str, Stored]:
+def read_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Headers of all weight files of a folder, by tensor name.
 
     With an index its files are read and must hold what it says; without one, model*.safetensors,
@@ -131,9 +134,11 @@ def read_placed(folder: Path) -> dict[str, str]:
     return placed
 
 
-def joined(headers: dict[str, dict[str, Stored]], placed: dict[str, str]) -> dict[str, Stored]:
+def joined(
+    headers: dict[str, dict[str, StoredTensor]], placed: dict[str, str]
+) -> dict[str, StoredTensor]:
     """The tensors of all files together; they must be where the index says, and only once."""
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file, header in headers.items():
         for name, stored in header.items():
             if name in tensors:
@@ -146,3 +151,81 @@ def joined(headers: dict[str, dict[str, Stored]], placed: dict[str, str]) -> dic
     if strays := [name for name, file in placed.items() if tensors[name].file.name != file]:
         raise CheckpointError(f"{INDEX} names the wrong file for {listed(strays)}")
     return tensors
+
+
+class Reader:
+    """Reads tensors in a thread ahead of the steps that want them, and hashes what it reads.
+
+    ``names`` says in which order they will be wanted. Calling it with a name gives the array,
+    once; a name that is not listed, or is wanted again, is read there and then. ``digests`` holds
+    the SHA-256 of the bytes of every listed tensor that was read.
+    """
+
+    def __init__(self, source: CheckpointSource, names: Iterable[str], ahead: int = WAITING_BYTES):
+        self.digests: dict[str, str] = {}
+        self._source, self._ahead = source, ahead
+        self._order = list(dict.fromkeys(names))
+        self._left = set(self._order)
+        self._ready: dict[str, np.ndarray] = {}
+        self._bytes, self._wanted, self._closed = 0, False, False
+        self._error: BaseException | None = None
+        self._change = threading.Condition()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "Reader":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._change:
+            self._closed = True
+            self._change.notify_all()
+        self._thread.join(timeout=5)  # longer in a download: it ends with the process
+
+    def __call__(self, name: str) -> mx.array:
+        data = self._take(name) if name in self._left else self._read(name)
+        return as_array(self._source.tensors[name], data)
+
+    def _take(self, name: str) -> np.ndarray:
+        with self._change:
+            self._wanted = True
+            self._change.notify_all()
+            while name not in self._ready:
+                if self._error:
+                    raise self._error
+                self._change.wait()
+            self._wanted = False
+            self._left.discard(name)
+            data = self._ready.pop(name)
+            self._bytes -= len(data)
+            self._change.notify_all()
+        return data
+
+    def _read(self, name: str) -> np.ndarray:
+        file = self._source.tensors[name].file
+        if self._source.fetch and not file.exists():
+            self._source.fetch(file)
+        return read_bytes(self._source.tensors[name])
+
+    def _is_full(self, more: int) -> bool:
+        return self._bytes > 0 and self._bytes + more > self._ahead and not self._wanted
+
+    def _run(self) -> None:
+        try:
+            for name in self._order:
+                with self._change:
+                    while self._is_full(self._source.tensors[name].nbytes) and not self._closed:
+                        self._change.wait()
+                    if self._closed:
+                        return
+                data = self._read(name)
+                self.digests[name] = hashlib.sha256(data).hexdigest()
+                with self._change:
+                    self._ready[name] = data
+                    self._bytes += len(data)
+                    self._change.notify_all()
+                del data
+        except BaseException as error:
+            with self._change:
+                self._error = error
+                self._change.notify_all()

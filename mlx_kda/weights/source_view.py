@@ -9,15 +9,15 @@ import mlx.core as mx
 
 from ..errors import CheckpointError
 from . import stored_formats as foreign
-from .source import Source
-from .steps import Read, Step
-from .tensor_files import DTYPE_WORDS, Spec
+from .safetensors import DTYPE_WORDS, Read, Spec
+from .source import CheckpointSource
+from .weight_mapping import Step
 
 SPLIT = re.compile(r"\.kv_b_proj$")  # is split by head, which takes plain weights
 
 
 @dataclass(frozen=True)
-class Made(Spec):
+class DerivedTensor(Spec):
     """A tensor made from stored ones, `by_rows` each of its rows from the same rows of them."""
 
     sources: tuple[str, ...]
@@ -26,7 +26,7 @@ class Made(Spec):
 
 
 @dataclass
-class View:
+class SourceView:
     """The tensors and the config of a source, with what was unpacked or packed anew."""
 
     config: dict[str, Any]
@@ -42,7 +42,7 @@ class View:
         stored: list[str] = []
         for name in names:
             tensor = self.tensors[name]
-            stored += tensor.sources if isinstance(tensor, Made) else [name]
+            stored += tensor.sources if isinstance(tensor, DerivedTensor) else [name]
         return stored
 
     def reading(self, read: Read) -> Read:
@@ -50,12 +50,12 @@ class View:
 
         def read_any(name: str) -> mx.array:
             tensor = self.tensors[name]
-            return tensor.run(read) if isinstance(tensor, Made) else read(name)
+            return tensor.run(read) if isinstance(tensor, DerivedTensor) else read(name)
 
         return read_any
 
 
-def view(source: Source, dequantize: bool = False) -> View:
+def view_source(source: CheckpointSource, dequantize: bool = False) -> SourceView:
     """See a source without its quantisation, or with MLX's where that is the same weights.
 
     A source that is not quantised is seen as it is. Raises CheckpointError where the layout is
@@ -66,13 +66,13 @@ def view(source: Source, dequantize: bool = False) -> View:
         return _compressed(config, tensors, dequantize)
     if dequantize and config.get("quantization"):
         return _dequantised(config, tensors)
-    return View(config, tensors)
+    return SourceView(config, tensors)
 
 
-def _compressed(config: dict[str, Any], tensors: dict[str, Spec], dequantize: bool) -> View:
+def _compressed(config: dict[str, Any], tensors: dict[str, Spec], dequantize: bool) -> SourceView:
     found = foreign.layouts(config, tensors)
     dtype = _dtype(config)
-    result = View({k: v for k, v in config.items() if k != "quantization_config"}, tensors)
+    result = SourceView({k: v for k, v in config.items() if k != "quantization_config"}, tensors)
     taken, plain = 0, 0
     # experts are stacked, so all of a layer or none can stay packed
     apart = {_group(one.path) for one in found if not one.is_ours or SPLIT.search(one.path)}
@@ -85,7 +85,7 @@ def _compressed(config: dict[str, Any], tensors: dict[str, Spec], dequantize: bo
         if not packed:
             kind = dtype if scale.dtype == mx.uint8 else scale.dtype
             run = lambda read, one=one, kind=kind: foreign.as_plain(one, read, kind)  # noqa: E731
-            tensors[f"{one.path}.weight"] = Made(one.shape, kind, sources, run)
+            tensors[f"{one.path}.weight"] = DerivedTensor(one.shape, kind, sources, run)
             plain += 1
             continue
         shape = (one.shape[0], one.shape[1] * one.bits // 32)
@@ -95,7 +95,7 @@ def _compressed(config: dict[str, Any], tensors: dict[str, Spec], dequantize: bo
         for part, spec in made.items():
             run = lambda read, one=one, part=part: foreign.packed_part(one, part, read)  # noqa: E731
             needed = sources if part == "weight" else (one.name("weight_scale"),)
-            tensors[f"{one.path}.{part}"] = Made(spec.shape, spec.dtype, needed, run)
+            tensors[f"{one.path}.{part}"] = DerivedTensor(spec.shape, spec.dtype, needed, run)
         taken += 1
     if taken:
         result.notes.append(f"{taken} packed weights of compressed-tensors taken over unchanged")
@@ -109,10 +109,10 @@ def _group(path: str) -> str:
     return f"{head}.experts.{tail.partition('.')[2]}" if found else path
 
 
-def _dequantised(config: dict[str, Any], tensors: dict[str, Spec]) -> View:
+def _dequantised(config: dict[str, Any], tensors: dict[str, Spec]) -> SourceView:
     """Weights that MLX packed, by the settings in the config."""
     settings = config["quantization"]
-    result = View(
+    result = SourceView(
         {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")},
         tensors,
     )
@@ -143,7 +143,7 @@ def _dequantised(config: dict[str, Any], tensors: dict[str, Spec]) -> View:
         def run(read: Read, names: tuple = names, settled: dict = settled) -> mx.array:
             return mx.dequantize(*(read(name) for name in names), **settled)
 
-        tensors[f"{path}.weight"] = Made(shape, kind, names, run, by_rows=True)
+        tensors[f"{path}.weight"] = DerivedTensor(shape, kind, names, run, by_rows=True)
     result.notes.append(f"{len(paths)} packed weights of MLX dequantised")
     return result
 

@@ -21,15 +21,14 @@ import mlx.core as mx
 
 from ..errors import CheckpointError
 from .quantization import MODES
-from .steps import Read
-from .tensor_files import Spec
+from .safetensors import Read, Spec
 
 INTEGERS, MXFP4 = "pack-quantized", "mxfp4-pack-quantized"
 PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
 
 
 @dataclass(frozen=True)
-class Layout:
+class PackedWeight:
     """How one weight is packed: its shape, bits, weights a scale, and the parts that are there."""
 
     path: str
@@ -60,7 +59,7 @@ def is_compressed(config: dict[str, Any]) -> bool:
     return isinstance(entry, dict) and entry.get("quant_method") == "compressed-tensors"
 
 
-def layouts(config: dict[str, Any], tensors: dict[str, Spec]) -> list[Layout]:
+def layouts(config: dict[str, Any], tensors: dict[str, Spec]) -> list[PackedWeight]:
     """The packed weights of a compressed-tensors checkpoint.
 
     Raises CheckpointError naming a format or a shape that is not known.
@@ -107,7 +106,7 @@ def _scheme(path: str, schemes: dict[str, dict]) -> dict:
     raise CheckpointError(f"{path} is packed, and no config_group in config.json is for it")
 
 
-def _layout(path: str, scheme: dict, entry: dict, tensors: dict[str, Spec]) -> Layout:
+def _layout(path: str, scheme: dict, entry: dict, tensors: dict[str, Spec]) -> PackedWeight:
     weights = scheme.get("weights") or {}
     packed, scale = tensors[f"{path}.weight_packed"], tensors.get(f"{path}.weight_scale")
     kind = scheme.get("format") or entry["format"]
@@ -137,10 +136,10 @@ def _layout(path: str, scheme: dict, entry: dict, tensors: dict[str, Spec]) -> L
             f"{path} is packed in a layout that is not read: {kind}, {bits} bits, weight_packed "
             f"{list(packed.shape)}, weight_scale {list(scale.shape)}"
         )
-    return Layout(path, shape, bits, group, kind, parts)
+    return PackedWeight(path, shape, bits, group, kind, parts)
 
 
-def packed_part(layout: Layout, part: str, read: Read) -> mx.array:
+def packed_part(layout: PackedWeight, part: str, read: Read) -> mx.array:
     """Weight, scales or biases as MLX packs them: bit for bit the same weights."""
     if part == "weight":
         return _checked(layout, read).view(mx.uint32)
@@ -151,7 +150,7 @@ def packed_part(layout: Layout, part: str, read: Read) -> mx.array:
     return scales * mx.array(-(2 ** (layout.bits - 1)), dtype=scales.dtype)
 
 
-def as_plain(layout: Layout, read: Read, dtype: mx.Dtype) -> mx.array:
+def as_plain(layout: PackedWeight, read: Read, dtype: mx.Dtype) -> mx.array:
     """The weight, dequantised as compressed-tensors does it: ``(q - zero point) * scale``."""
     packed = _checked(layout, read)
     if layout.format == MXFP4:
@@ -183,7 +182,7 @@ def unpack(words: mx.array, bits: int, count: int) -> mx.array:
     return values.astype(mx.int32) - 2 ** (bits - 1)
 
 
-def _checked(layout: Layout, read: Read) -> mx.array:
+def _checked(layout: PackedWeight, read: Read) -> mx.array:
     """The packed words, once the shape that the file states is the one that was inferred."""
     if "weight_shape" in layout.parts:
         stated = tuple(read(layout.name("weight_shape")).tolist())

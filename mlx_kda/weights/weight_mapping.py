@@ -1,26 +1,100 @@
-"""Accounts for every tensor of a checkpoint while a family's mapping is laid out (case D7)."""
+"""How a checkpoint's tensors become a model's: steps laid out from headers before any data is read.
 
-from collections.abc import Mapping as MappingType
-from collections.abc import Sequence
+Each step names the source tensors it reads and the tensors it makes, so the output's size, its
+shards and what is left over are known beforehand, and only one step's tensors are ever in memory.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
 from ..errors import CheckpointError
-from .steps import Mapping, Step, copy_step
-from .tensor_files import Spec
+from ..format import listed
+from .quantization import PARTS, quantization_of
+from .safetensors import FLOATS, Pieces, Read, Spec
 
-FLOATS = (mx.float32, mx.float16, mx.bfloat16)
-PARTS = ("weight", "scales", "biases", "global_scale")  # of a packed weight
-SHOWN = 4  # names spelled out in an error; the rest are counted
+PIECE_BYTES = 4_000_000  # of a stack, made at a time; a larger tensor alone, without a copy
+Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, what is being done
 
 
-class Builder:
+@dataclass(frozen=True)
+class Step:
+    """Makes the tensors `outputs` from the source tensors `sources`.
+
+    A step that stacks tensors into one has `pieces` too, which makes a few rows of it at a time.
+    `by_rows` says that a row of what it makes needs the same row of its sources and no more.
+    """
+
+    sources: tuple[str, ...]
+    outputs: dict[str, Spec]
+    run: Callable[[Read], dict[str, mx.array]]
+    pieces: Callable[[Read], Pieces] | None = None
+    by_rows: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that it makes."""
+        return sum(spec.nbytes for spec in self.outputs.values())
+
+
+@dataclass
+class WeightMapping:
+    """What becomes of every tensor of a checkpoint."""
+
+    steps: list[Step] = field(default_factory=list)
+    dropped: dict[str, str] = field(default_factory=dict)  # source tensor -> why it is not needed
+    quantized: dict[str, dict] = field(
+        default_factory=dict
+    )  # path -> bits, group size, mode it came in
+
+    @property
+    def outputs(self) -> dict[str, Spec]:
+        """Every tensor that the steps make, in order."""
+        return {name: spec for step in self.steps for name, spec in step.outputs.items()}
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights, a packed one counted as what it stands for."""
+        count = 0
+        for name, spec in self.outputs.items():
+            path, _, part = name.rpartition(".")
+            if path not in self.quantized or part == "bias":  # a map's own, not the packing's
+                count += spec.size
+            elif part == "weight":
+                count += spec.size * 32 // self.quantized[path]["bits"]
+        return count
+
+
+def copy_step(source: str, name: str, spec: Spec) -> Step:
+    """A step that takes a tensor as it is, under another name."""
+    return Step((source,), {name: spec}, lambda read: {name: read(source)}, by_rows=True)
+
+
+def stack_step(sources: Sequence[str], name: str, spec: Spec) -> Step:
+    """A step that stacks tensors of this spec along a new first axis."""
+    at_a_time = max(1, PIECE_BYTES // max(1, spec.nbytes))
+
+    def pieces(read: Read) -> Pieces:
+        for start in range(0, len(sources), at_a_time):
+            parts = [read(source) for source in sources[start : start + at_a_time]]
+            yield parts[0][None] if len(parts) == 1 else mx.stack(parts)
+
+    return Step(
+        tuple(sources),
+        {name: Spec((len(sources), *spec.shape), spec.dtype)},
+        lambda read: {name: mx.stack([read(source) for source in sources])},
+        pieces,
+    )
+
+
+class MappingBuilder:
     """Takes source tensors one by one; `finish` fails if any is left over or was not found."""
 
-    def __init__(self, tensors: MappingType[str, Spec]):
+    def __init__(self, tensors: Mapping[str, Spec]):
         self.left: dict[str, Spec] = dict(tensors)
         self.missing: list[str] = []
-        self.mapping = Mapping()
+        self.mapping = WeightMapping()
 
     def has(self, name: str) -> bool:
         """Whether a source tensor is there and not yet taken."""
@@ -67,18 +141,18 @@ class Builder:
         """The weight of a linear map, plain or quantised by MLX (with scales and biases)."""
         for source in (path, *aliases):
             if self.has(f"{source}.scales"):
-                return self.packed(path, shape, source)
+                return self.quantized(path, shape, source)
         return self.tensor(f"{path}.weight", shape, *(f"{alias}.weight" for alias in aliases))
 
-    def packed(self, path: str, shape: tuple[int, ...], source: str) -> None:
+    def quantized(self, path: str, shape: tuple[int, ...], source: str) -> None:
         """A weight that MLX quantised: packed words, scales, and what the mode adds."""
-        self.mapping.packed[path] = quantization_of(self, source, shape)
+        self.mapping.quantized[path] = quantization_of(self.left, source, shape)
         for part in PARTS:
             name = f"{source}.{part}"
             if self.has(name):
                 self.add(copy_step(name, f"{path}.{part}", self.left[name]))
 
-    def finish(self) -> Mapping:
+    def finish(self) -> WeightMapping:
         """The whole mapping; CheckpointError naming what is missing or left over."""
         if self.missing:
             raise CheckpointError(f"the checkpoint lacks {listed(self.missing)}")
@@ -87,43 +161,3 @@ class Builder:
                 f"the checkpoint holds tensors that this model does not use: {listed(self.left)}"
             )
         return self.mapping
-
-
-def quantization_of(builder: Builder, path: str, shape: tuple[int, ...]) -> dict:
-    """Bits, group size and mode of a weight that MLX packed, read off its shapes.
-
-    `shape` is that of the plain weight. CheckpointError where the shapes fit no mode.
-    """
-    width = shape[-1]
-    weight = builder.left.get(f"{path}.weight")
-    scales = builder.left[f"{path}.scales"]
-    affine = builder.has(f"{path}.biases")
-    if weight is None:
-        raise CheckpointError(f"the checkpoint holds {path}.scales but no {path}.weight")
-    words = weight.shape[-1] if weight.shape else 0
-    groups = scales.shape[-1] if scales.shape else 0
-    bits = words * 32 // width
-    group_size = width // groups if groups else 0
-    modes = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
-    mode = "affine" if affine else modes.get((bits, group_size))
-    fits = (
-        weight.dtype == mx.uint32
-        and weight.shape == (*shape[:-1], width * bits // 32)
-        and scales.shape == (*shape[:-1], groups)
-        and group_size * groups == width
-        and (not affine or builder.left[f"{path}.biases"].shape == scales.shape)
-        and (affine or scales.dtype == mx.uint8)
-    )
-    if mode is None or not fits:
-        raise CheckpointError(
-            f"{path} is quantised in a layout that MLX does not have: weight {list(weight.shape)}, "
-            f"scales {list(scales.shape)} for a matrix of {list(shape)}"
-        )
-    return {"group_size": group_size, "bits": bits, "mode": mode}
-
-
-def listed(names) -> str:
-    """A few names and the count of the rest, for one line."""
-    names = list(names)
-    rest = len(names) - SHOWN
-    return ", ".join(names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")

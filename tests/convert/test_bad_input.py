@@ -14,7 +14,8 @@ from helpers.tiny_checkpoint import weights, write_checkpoint
 
 from mlx_kda.convert import convert, inspect
 from mlx_kda.errors import UserError
-from mlx_kda.weights import reader, writing
+from mlx_kda.weights import safetensors_writer
+from mlx_kda.weights import source as checkpoint_source
 
 FIRST, SECOND = (f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
 INDEX = "model.safetensors.index.json"
@@ -191,14 +192,14 @@ def test_a_tensor_stored_twice_is_named(source, tmp_path):
 
 def test_a_shard_that_ends_while_it_is_read(source, tmp_path, monkeypatch):
     """The file shrinks after its header was checked, as on a failing network drive."""
-    real = reader.read_bytes
+    real = checkpoint_source.read_bytes
 
     def shrink(stored):
         if stored.file.name == SECOND:
             os.truncate(stored.file, stored.offset + stored.nbytes // 2)
         return real(stored)
 
-    monkeypatch.setattr(reader, "read_bytes", shrink)
+    monkeypatch.setattr(checkpoint_source, "read_bytes", shrink)
     with pytest.raises(UserError, match=rf"{SECOND} is truncated"):
         convert(source, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
@@ -265,7 +266,7 @@ def test_a_failed_overwrite_leaves_the_old_output(source, tmp_path, monkeypatch)
 
 def failing_write(monkeypatch, after: int, error: BaseException) -> None:
     """Make the writing of weights fail after so many tensors."""
-    real, count = writing.array_bytes, 0
+    real, count = safetensors_writer.array_bytes, 0
 
     def fail(array):
         nonlocal count
@@ -274,7 +275,7 @@ def failing_write(monkeypatch, after: int, error: BaseException) -> None:
             raise error
         return real(array)
 
-    monkeypatch.setattr(writing, "array_bytes", fail)
+    monkeypatch.setattr(safetensors_writer, "array_bytes", fail)
 
 
 def kept(source: Path, out: Path, error: type[BaseException], **wish) -> str:

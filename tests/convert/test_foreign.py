@@ -15,15 +15,15 @@ from tolerances import STOCK
 from mlx_kda.convert import convert, inspect, plan, verify
 from mlx_kda.errors import CheckpointError, UserError
 from mlx_kda.models import load_model
-from mlx_kda.weights.stored_formats import Layout, as_plain, layouts, packed_part, unpack
-from mlx_kda.weights.tensor_files import Spec
+from mlx_kda.weights.safetensors import Spec
+from mlx_kda.weights.stored_formats import PackedWeight, as_plain, layouts, packed_part, unpack
 
 DATA = mx.load(str(TESTS / "data" / "compressed_tensors.safetensors"))
 KINDS = sorted({name.partition(".")[0] for name in DATA})
 TOKENS = mx.array([[1, 5, 9, 200, 7, 3, 3, 250, 42]])
 
 
-def theirs(kind: str) -> tuple[Layout, dict[str, mx.array]]:
+def theirs(kind: str) -> tuple[PackedWeight, dict[str, mx.array]]:
     """One weight of the file that compressed-tensors made, with its layout by our reading."""
     parts = {f"x.{n.partition('.')[2]}": a for n, a in DATA.items() if n.startswith(f"{kind}.")}
     bits = int(kind[3]) if kind.startswith("int") else 4

@@ -156,7 +156,7 @@ def test_both_names_of_dense_layers_are_taken(tmp_path):
 def test_d7_a_missing_tensor_stops_the_conversion_by_name(name, tmp_path):
     """Case D7: every single tensor of the source, left out in turn."""
     from mlx_kda.models.families import map_checkpoint
-    from mlx_kda.weights.tensor_files import Spec
+    from mlx_kda.weights.safetensors import Spec
 
     specs = {n: Spec(tuple(w.shape), w.dtype) for n, w in weights().items() if n != name}
     with pytest.raises(CheckpointError) as caught:

@@ -21,7 +21,7 @@ from mlx_kda.convert.recipe import Recipe, Rule
 from mlx_kda.convert.sensitivity import sensitivity
 from mlx_kda.errors import UserError
 from mlx_kda.models import load_model
-from mlx_kda.weights.quantization import Packing
+from mlx_kda.weights.quantization import Quantization
 from mlx_kda.weights.source import open_source
 
 TOKENS = mx.array([[1, 5, 9, 200, 7, 3, 3, 250, 42]])
@@ -201,7 +201,7 @@ def test_bytes_go_where_the_error_is(tmp_path):
 def test_no_other_choice_of_as_many_bytes_has_less_error():
     """Against every choice there is, wherever no step was passed over for its size."""
     draw, compared = random.Random(3), 0
-    packings = [Packing(bits, 64) for bits in (2, 3, 4, 8)]
+    packings = [Quantization(bits, 64) for bits in (2, 3, 4, 8)]
     gain = lambda a, b: (a[1] - b[1]) / (b[0] - a[0])  # noqa: E731
     for _ in range(6):
         points = {}
@@ -289,7 +289,7 @@ def test_a_budget_below_the_least_is_refused_before_anything_is_read(source, tmp
 
 
 def test_allot_takes_the_steepest_steps_first():
-    small, large = Packing(2, 64), Packing(8, 64)
+    small, large = Quantization(2, 64), Quantization(8, 64)
     points = {
         "steep": [(10, 1.0, small), (20, 0.0, large)],
         "flat": [(10, 1.0, small), (20, 0.9, large)],
@@ -309,9 +309,9 @@ def test_error_of_a_weight_in_slices(monkeypatch, bits):
     truth = ((back.astype(mx.float32) - wide).square().sum() / wide.square().sum()).item()
     monkeypatch.setattr("mlx_kda.convert.budget.SLICE", 64 * 7)
     pieces = [weight[:13], weight[13:14], weight[14:]]
-    found = errors_of(pieces, [Packing(bits, 64), Packing(bits, 32)])
+    found = errors_of(pieces, [Quantization(bits, 64), Quantization(bits, 32)])
     assert found[0] == pytest.approx(truth, rel=1e-4) and found[1] < found[0]
-    assert errors_of([mx.zeros((4, 64))], [Packing(bits, 64)]) == [0]
+    assert errors_of([mx.zeros((4, 64))], [Quantization(bits, 64)]) == [0]
 
 
 def test_a_budget_measures_stacked_experts_in_pieces(source, tmp_path):
@@ -335,7 +335,7 @@ def test_a_budget_measures_stacked_experts_in_pieces(source, tmp_path):
 
 def test_as_config_names_what_differs():
     recipe = Recipe.make(4, 64, "affine", ["a=8,32"])
-    recipe.packed = {"x.a": Packing(8, 32), "x.b": Packing(4, 64)}
+    recipe.packed = {"x.a": Quantization(8, 32), "x.b": Quantization(4, 64)}
     form = {"bits": 8, "group_size": 32, "mode": "affine"}
     assert recipe.as_config() == {"bits": 4, "group_size": 64, "mode": "affine", "x.a": form}
 

@@ -13,7 +13,7 @@ from helpers.tiny_checkpoint import write_checkpoint
 
 from mlx_kda.convert import convert
 from mlx_kda.errors import UserError
-from mlx_kda.weights import writing
+from mlx_kda.weights import safetensors_writer
 
 SIZE = 22_000
 WISH = {"q_bits": 4, "q_group_size": 32, "shard_bytes": SIZE}
@@ -39,7 +39,7 @@ def files(folder: Path) -> dict[str, bytes]:
 def break_off(monkeypatch, source: Path, out: Path, after: int, **wish) -> list[str]:
     """Convert and fail after so many tensors; the names of what is left."""
     with monkeypatch.context() as patch:
-        real, count = writing.array_bytes, 0
+        real, count = safetensors_writer.array_bytes, 0
 
         def fail(array):
             nonlocal count
@@ -48,7 +48,7 @@ def break_off(monkeypatch, source: Path, out: Path, after: int, **wish) -> list[
                 raise KeyboardInterrupt
             return real(array)
 
-        patch.setattr(writing, "array_bytes", fail)
+        patch.setattr(safetensors_writer, "array_bytes", fail)
         with pytest.raises(KeyboardInterrupt):
             convert(source, out, **(WISH | wish))
     return sorted(path.name for path in out.with_name(out.name + ".partial").glob("model-*"))

@@ -13,9 +13,8 @@ from mlx_kda.convert.divergence import Divergence
 from mlx_kda.convert.layout import Wish, lay_out
 from mlx_kda.convert.rows import Rows
 from mlx_kda.convert.weights import plain_weights
-from mlx_kda.weights.reader import Reader
-from mlx_kda.weights.source import open_source
-from mlx_kda.weights.tensor_files import in_pieces, read_bytes
+from mlx_kda.weights.safetensors import in_pieces, read_bytes
+from mlx_kda.weights.source import Reader, open_source
 
 PATHS = ("model.embed_tokens", "lm_head", "model.layers.2.mlp.switch_mlp.down_proj")
 
@@ -40,7 +39,7 @@ def test_rows_are_those_of_the_whole_weight(folders, name, dequantize, at_a_time
     whole = {}
     with Reader(layout.source, ()) as rows.reader:
         steps = layout.mapping.steps
-        whole.update(plain_weights(steps, layout.view, layout.mapping.packed, rows.reader))
+        whole.update(plain_weights(steps, layout.view, layout.mapping.quantized, rows.reader))
         for path in PATHS:
             blocks = list(rows.blocks(path, at_a_time))
             weight = whole[f"{path}.weight"]

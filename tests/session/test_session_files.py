@@ -20,8 +20,8 @@ from mlx_kda.cache.header import check_session
 from mlx_kda.cli.main import main
 from mlx_kda.errors import CheckpointError, UserError
 from mlx_kda.session import Session
-from mlx_kda.weights.tensor_files import Spec, read_header, read_tensor
-from mlx_kda.weights.writing import write_file
+from mlx_kda.weights.safetensors import Spec, read_header, read_tensor
+from mlx_kda.weights.safetensors_writer import write_file
 
 POLICIES = ["exact", "window:16+4", "int8", "window:16,int4"]
 IDS = [(7 * i * i + 3 * i) % 256 for i in range(340)]

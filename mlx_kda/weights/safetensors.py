@@ -8,7 +8,7 @@ import contextlib
 import json
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -45,7 +45,10 @@ DTYPE_WORDS = {
     "bf16": mx.bfloat16,
 }
 DTYPE_NAMES = {dtype: name for name, (dtype, _) in DTYPES.items()}
+FLOATS = (mx.float32, mx.float16, mx.bfloat16)  # that weights are computed in
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+Read = Callable[[str], mx.array]  # a tensor by its name
+Pieces = Iterator[mx.array]  # a tensor, some rows at a time
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Stored(Spec):
+class StoredTensor(Spec):
     """A tensor inside a safetensors file: its spec, the file, and the offset of its first byte."""
 
     file: Path
@@ -76,7 +79,7 @@ class Stored(Spec):
 
 def read_header(
     path: Path, metadata: dict[str, str] | None = None, file: BinaryIO | None = None
-) -> dict[str, Stored]:
+) -> dict[str, StoredTensor]:
     """The tensors that a safetensors file holds, by name; no tensor data is read.
 
     The file's own metadata is added to ``metadata`` if given; ``file`` is the path where it is open
@@ -112,7 +115,9 @@ def read_header(
     }
 
 
-def stored_entry(path: Path, name: str, entry: dict, start: int, size: int | None = None) -> Stored:
+def stored_entry(
+    path: Path, name: str, entry: dict, start: int, size: int | None = None
+) -> StoredTensor:
     """A tensor by its entry in a header; `size` is the file's, unless it is not there yet."""
     try:
         kind, shape = entry["dtype"], tuple(int(n) for n in entry["shape"])
@@ -124,7 +129,7 @@ def stored_entry(path: Path, name: str, entry: dict, start: int, size: int | Non
             f"{name} in {path.name} is stored as {kind}, which MLX cannot hold; "
             f"supported: {', '.join(DTYPES)}"
         )
-    stored = Stored(shape, DTYPES[kind][0], path, start + begin)
+    stored = StoredTensor(shape, DTYPES[kind][0], path, start + begin)
     if begin < 0 or end - begin != stored.nbytes or any(n < 0 for n in shape):
         raise CheckpointError(f"{path.name} has a damaged entry for {name}")
     if size is not None and start + end > size:
@@ -135,14 +140,14 @@ def stored_entry(path: Path, name: str, entry: dict, start: int, size: int | Non
     return stored
 
 
-def rows_of(stored: Stored, start: int, stop: int) -> Stored:
+def rows_of(stored: StoredTensor, start: int, stop: int) -> StoredTensor:
     """Some rows of a stored tensor, by their place in the file."""
     row = stored.nbytes // stored.shape[0]
     shape = (stop - start, *stored.shape[1:])
     return replace(stored, shape=shape, offset=stored.offset + start * row)
 
 
-def in_pieces(stored: Stored, nbytes: int) -> Iterator[Stored]:
+def in_pieces(stored: StoredTensor, nbytes: int) -> Iterator[StoredTensor]:
     """A stored tensor as its rows, in pieces of at most so many bytes (or of one row)."""
     if stored.nbytes <= nbytes:
         yield stored
@@ -152,12 +157,12 @@ def in_pieces(stored: Stored, nbytes: int) -> Iterator[Stored]:
         yield rows_of(stored, start, min(start + at_a_time, stored.shape[0]))
 
 
-def read_tensor(stored: Stored) -> mx.array:
+def read_tensor(stored: StoredTensor) -> mx.array:
     """Read one tensor, bits unchanged; CheckpointError if the file ends too soon."""
     return as_array(stored, read_bytes(stored))
 
 
-def read_bytes(stored: Stored, file: BinaryIO | None = None) -> np.ndarray:
+def read_bytes(stored: StoredTensor, file: BinaryIO | None = None) -> np.ndarray:
     """The bytes of one tensor, of its file or of ``file``, which is the same and open already.
 
     Raises CheckpointError if the file ends too soon.

@@ -1,0 +1,218 @@
+"""Writing a safetensors file in a stream, larger than one wants to hold in memory.
+
+Writing, syncing and hashing release Python's lock, so they run in threads while MLX computes.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import UserError
+from ..format import size as size_of
+from .safetensors import DTYPE_NAMES, MAX_HEADER_BYTES, Pieces, Spec
+
+WAITING_BYTES = 64_000_000
+FLUSH_BYTES = 64_000_000
+BLOCK = 16_000_000
+
+
+class Digest(Protocol):
+    """What hashlib's objects can do."""
+
+    def update(self, data: memoryview, /) -> None: ...
+
+    def hexdigest(self) -> str: ...
+
+
+def write_file(
+    path: Path,
+    tensors: dict[str, Spec],
+    arrays: Iterable[tuple[str, mx.array | Pieces]],
+    metadata: dict[str, str] | None = None,
+    waiting: int = WAITING_BYTES,
+    digest: Digest | None = None,
+) -> str:
+    """Write a file: the header from `tensors`, then each array as it comes.
+
+    `arrays` yields every tensor of `tensors`, in that order, whole or in pieces that are cut along
+    its first axis longer than 1. Writing and hashing run in threads of their own, at most `waiting`
+    bytes (or one piece) behind. `metadata` is the file's own, texts by name. Returns the SHA-256 of
+    the file, or what `digest` makes of its bytes. The caller gives a temporary name, syncs and
+    renames.
+    """
+    digest = digest or hashlib.sha256()
+    with path.open("wb", buffering=0) as file, Flusher(file.fileno()) as flusher:
+
+        def write(block: memoryview) -> None:
+            while block:
+                count = file.write(block[:BLOCK])
+                block = block[count:]
+                flusher.wrote(count)
+
+        with Background(write, waiting) as writer, Background(digest.update, waiting) as hasher:
+            for block in _blocks(tensors, arrays, metadata or {"format": "mlx"}):
+                hasher.add(block)
+                writer.add(block)
+                del block
+    return digest.hexdigest()
+
+
+def _blocks(
+    tensors: dict[str, Spec],
+    arrays: Iterable[tuple[str, mx.array | Pieces]],
+    metadata: dict[str, str],
+) -> Iterator[memoryview]:
+    """The bytes of a file, block by block."""
+    header, offset = {"__metadata__": metadata}, 0
+    for name, spec in tensors.items():
+        header[name] = {
+            "dtype": DTYPE_NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [offset, offset + spec.nbytes],
+        }
+        offset += spec.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise UserError(
+            f"a header of {size_of(len(text))} is more than a safetensors file may have"
+        )
+    yield memoryview(struct.pack("<Q", len(text)) + text)
+    expected = iter(tensors.items())
+    for name, array in arrays:
+        wanted, spec = next(expected)
+        size = 0
+        for piece in (array,) if isinstance(array, mx.array) else array:
+            fits = name == wanted and piece.dtype == spec.dtype and _is_cut(piece.shape, spec.shape)
+            if not fits:
+                raise RuntimeError(f"planned {wanted} {spec}, got {name} {piece.shape}")
+            size += piece.size
+            yield array_bytes(piece)
+        if size != spec.size:
+            raise RuntimeError(f"planned {wanted} {spec}, got {size} values of {name}")
+    if left := [name for name, _ in expected]:
+        raise RuntimeError(f"planned but not written: {left}")
+
+
+def _is_cut(piece: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether arrays of two shapes differ in the first axis longer than 1 at most."""
+    axis = next((i for i, n in enumerate(whole) if n != 1), 0)
+    return piece[:axis] == whole[:axis] and piece[axis + 1 :] == whole[axis + 1 :]
+
+
+def array_bytes(array: mx.array) -> memoryview:
+    """The bytes of an array, row-major, without another copy where it is already contiguous."""
+    carrier = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}[array.dtype.size]
+    bits = mx.contiguous(array).view(carrier)
+    mx.eval(bits)
+    return memoryview(np.array(bits, copy=False)).cast("B")
+
+
+class Background:
+    """Runs ``work`` on blocks in a thread, in order; at most ``limit`` bytes wait (or one block).
+
+    Leaving the ``with`` block waits for the rest. What the thread raises is raised again by the
+    next ``add`` or at the end.
+    """
+
+    def __init__(self, work: Callable[[memoryview], object], limit: int = WAITING_BYTES):
+        self._work, self._limit = work, limit
+        self._blocks: deque = deque()
+        self._bytes, self._closed = 0, False
+        self._error: BaseException | None = None
+        self._change = threading.Condition()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def add(self, block: memoryview) -> None:
+        """Hand a block over; waits while too much is waiting already."""
+        with self._change:
+            while self._bytes and self._bytes + len(block) > self._limit and not self._error:
+                self._change.wait()
+            if self._error:
+                raise self._error
+            self._blocks.append(block)
+            self._bytes += len(block)
+            self._change.notify_all()
+
+    def __enter__(self) -> "Background":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._change:
+            self._closed = True
+            if kind is not None:
+                self._blocks.clear()
+            self._change.notify_all()
+        self._thread.join()
+        if kind is None and self._error:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._change:
+                    while not self._blocks and not self._closed:
+                        self._change.wait()
+                    if not self._blocks:
+                        return
+                    block = self._blocks[0]
+                self._work(block)
+                with self._change:
+                    if self._blocks:
+                        self._blocks.popleft()
+                    self._bytes -= len(block)
+                    del block
+                    self._change.notify_all()
+        except BaseException as error:
+            with self._change:
+                self._error = error
+                self._change.notify_all()
+
+
+class Flusher:
+    """Syncs a file to the disk in a thread while it is written, so that the end is no long wait."""
+
+    def __init__(self, file: int, every: int = FLUSH_BYTES):
+        self._file, self._every, self._unsynced = file, every, 0
+        self._due, self._closed = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def wrote(self, count: int) -> None:
+        """Count bytes that were written; never waits."""
+        self._unsynced += count
+        if self._unsynced >= self._every:
+            self._unsynced = 0
+            self._due.set()
+
+    def __enter__(self) -> "Flusher":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._closed = True
+        self._due.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self._due.wait()
+            self._due.clear()
+            if self._closed:
+                return
+            # What a disk has to say of it, the sync at the end will hear.
+            with contextlib.suppress(OSError):
+                os.fsync(self._file)
