@@ -19,8 +19,8 @@ import numpy as np
 
 from ..errors import CheckpointError
 from ..layers import RMSNorm
-from ..models.families import tensor_family
 from ..models.hybrid import DecoderLayer
+from ..models.tensor_roles import tensor_family
 from ..weights.weight_mapping import Progress
 from .divergence import Divergence
 from .layout import Layout

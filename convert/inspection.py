@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, UserError
-from ..models.families import by_family, map_checkpoint
+from ..models import map_checkpoint
+from ..models.tensor_roles import by_family
 from ..weights.source import open_source
 
 

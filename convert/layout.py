@@ -13,9 +13,9 @@ import mlx.core as mx
 from .. import __version__
 from ..errors import UserError
 from ..format import size
-from ..models.families import map_checkpoint, tensor_family
+from ..models import map_checkpoint
 from ..models.hybrid_config import HybridConfig
-from ..models.tensor_roles import CONVOLUTION
+from ..models.tensor_roles import CONVOLUTION, tensor_family
 from ..weights.safetensors import DTYPE_WORDS, Spec
 from ..weights.safetensors_writer import WAITING_BYTES
 from ..weights.source import CheckpointSource

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..format import size
-from ..models.families import by_family, tensor_family
+from ..models.tensor_roles import by_family, tensor_family
 from ..plan import FLOATS, machine, need
 from ..weights.quantization import Quantization
 from ..weights.source import CheckpointSource, open_source

@@ -8,7 +8,7 @@ from typing import Any
 from .. import __version__
 from ..errors import UserError
 from ..files import write_text
-from ..models.families import by_family
+from ..models.tensor_roles import by_family
 from ..weights.source import INDEX, open_source
 from ..weights.weight_mapping import Progress
 from .budget import spend

@@ -5,7 +5,8 @@ from typing import Any
 
 from ..errors import CheckpointError, UserError
 from ..format import listed
-from ..models.families import by_family, parse_config
+from ..models import read_runnable_config
+from ..models.tensor_roles import by_family
 from ..weights.source import open_source, read_config
 from ..weights.weight_mapping import Progress
 from .checks import Verification
@@ -51,7 +52,7 @@ def verify(
     check_files(result, folder, report, progress)
     check_index(result, folder, report)
     try:
-        parse_config(read_config(folder))
+        read_runnable_config(read_config(folder))
     except CheckpointError as error:
         result.add("config", str(error), "a model that is built here", False)
         return result

@@ -5,8 +5,9 @@ from typing import Any
 import mlx.core as mx
 
 from ..models import fla_kda_weights as fla_kda
-from ..models.config import DENSE, KDA, MOE, KimiLinearConfig
-from ..models.fla_kda_config import FlaKdaConfig
+from ..models.fla_kda import FlaKdaConfig
+from ..models.hybrid_config import DENSE, KDA, MOE
+from ..models.kimi_linear import KimiLinearConfig
 
 # Remote code, other quantisers' settings, and what is written anew.
 DROPPED = {

@@ -11,7 +11,7 @@ from mlx_kda import plan
 from mlx_kda.cache.policy import SPARE
 from mlx_kda.cli.main import main
 from mlx_kda.context import Context
-from mlx_kda.models.config import KimiLinearConfig
+from mlx_kda.models.kimi_linear import KimiLinearConfig
 
 
 @pytest.fixture

@@ -54,7 +54,8 @@ def config(layers: int = LAYERS, width: int = WIDTH) -> dict[str, Any]:
 
 def model(layers: int = LAYERS) -> Any:
     """The model with random weights in float32."""
-    from ..models.kimi_linear import Model, ModelArgs
+    from ..models.hybrid import Model
+    from ..models.kimi_linear import ModelArgs
 
     mx.random.seed(0)
     made = Model(ModelArgs.from_dict(config(layers)))

@@ -131,9 +131,9 @@ def _weights(model: nn.Module) -> int:
 
 def _absorb(model: nn.Module, prompt: mx.array, cache: list[Any]) -> mx.array:
     """Prefill as the model's own library does; the last row's logits."""
-    from ..models.hybrid import HybridModel
+    from ..models.hybrid import Model
 
-    ours = isinstance(model, HybridModel)
+    ours = isinstance(model, Model)
     length = prompt.shape[1]
     whole = length if ours else length - 1
     step = _CPU_STEP if mx.default_device() == mx.cpu else _GPU_STEP

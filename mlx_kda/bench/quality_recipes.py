@@ -16,8 +16,7 @@ from ..convert import convert
 from ..convert.budget import errors_of
 from ..convert.layout import Wish, lay_out
 from ..errors import UserError
-from ..models.families import TENSOR_FAMILIES, tensor_family
-from ..models.tensor_roles import CONVOLUTION
+from ..models.tensor_roles import CONVOLUTION, TENSOR_FAMILIES, tensor_family
 from ..weights.quantization import Quantization
 from ..weights.source import open_source
 

@@ -81,7 +81,8 @@ def random_model(
         q_bits: quantise by mlx-lm's rule, in groups of 64; not unless given.
         runner: what computes the KDA layers.
     """
-    from ..models.kimi_linear import Model, ModelArgs
+    from ..models.hybrid import Model
+    from ..models.kimi_linear import ModelArgs
 
     model = Model(ModelArgs.from_dict(config(shape, layers, vocab)))
     model.runner = runner

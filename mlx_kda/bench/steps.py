@@ -51,7 +51,8 @@ def run(q_bits: int | None = 4) -> Iterator[dict[str, Any]]:
 
 
 def _ours() -> nn.Module:
-    from ..models.kimi_linear import Model, ModelArgs
+    from ..models.hybrid import Model
+    from ..models.kimi_linear import ModelArgs
 
     return Model(ModelArgs.from_dict(CONFIG)).eval()
 

@@ -11,7 +11,7 @@ from typing import Any
 from ..cache.policy import Policy
 from ..errors import CheckpointError, UserError
 from ..format import size
-from ..models import model_type, read_config
+from ..models import family, read_config
 from ..weights.folders import find_folder
 from ..weights.folders import read_config as read_json
 from . import loading, parsing, reports
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if folder is None:
         raise UserError(f"{args.model}: no such folder; info reads local folders")
     raw = read_json(folder)
-    model_type(raw)
+    family(raw)
     report = describe(folder, args.policy, args.context)
     if args.json:
         report.pop("cache_lines", None)  # the same in words
@@ -90,7 +90,7 @@ def describe(folder: Path, policy: str | Policy = "exact", context: int = 131072
 def _running(config: Any, dtypes: list[str], policy: str | Policy, context: int) -> dict[str, Any]:
     """What running it takes and which path its KDA layers go."""
     from ..cache.report import describe as describe_cache
-    from ..models.config import KDA
+    from ..models.hybrid_config import KDA
     from ..plan import FLOATS, activation_dtype
 
     name = activation_dtype(dtypes)

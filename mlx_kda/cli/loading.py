@@ -29,7 +29,7 @@ def running(path: str) -> tuple[Any, int, str]:
 
     Of a hub id the small files and the headers are fetched, no weights.
     """
-    from ..models.families import map_checkpoint
+    from ..models import map_checkpoint
     from ..plan import activation_dtype
     from ..weights.source import open_source
 

@@ -1,53 +1,106 @@
-"""Hybrid models by model_type, and how a checkpoint's folder becomes one."""
+"""Model families by model_type, and how a checkpoint's folder becomes a model."""
 
 import importlib
-from types import ModuleType
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CheckpointError
+from .hybrid_config import HybridConfig
 
-# model_type in config.json -> module with Model and ModelArgs
-FAMILIES = {"kimi_linear": "kimi_linear", "kda": "fla_kda"}
-# model_type -> module and class of its config, which a converter reads without any layer
-CONFIGS = {
-    "kimi_linear": ("config", "KimiLinearConfig"),
-    "kda": ("fla_kda_config", "FlaKdaConfig"),
+if TYPE_CHECKING:
+    from ..weights.safetensors import Spec
+    from ..weights.weight_mapping import WeightMapping
+
+
+class Family(NamedTuple):
+    """The modules of one family, imported when needed.
+
+    ``config`` has ``ModelArgs``, the dataclass of config.json, and imports no MLX; ``weights`` has
+    ``map_tensors`` and imports no layer; ``model`` has ``Model``.
+    """
+
+    config: str
+    weights: str
+    model: str = "hybrid"
+
+
+# by model_type in config.json
+FAMILIES = {
+    "kimi_linear": Family("kimi_linear", "kimi_linear_weights"),
+    "kda": Family("fla_kda", "fla_kda_weights"),
 }
 
 
-def family(config: dict[str, Any]) -> ModuleType:
-    """The module of a model_type; CheckpointError if there is none."""
-    return importlib.import_module(f"{__name__}.{FAMILIES[model_type(config)]}")
-
-
-def model_type(config: dict[str, Any]) -> str:
-    """The model_type of a config; CheckpointError where no family here has it."""
+def family(config: Mapping[str, Any]) -> Family:
+    """The family of a config; CheckpointError where its model_type is not supported."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         what = "no model_type" if kind is None else f"model_type {kind!r} is not supported"
         raise CheckpointError(f"config.json: {what}; supported: {', '.join(FAMILIES)}")
-    return kind
+    return FAMILIES[kind]
 
 
-def read_config(config: dict[str, Any]) -> Any:
+def get_model_classes(config: Mapping[str, Any]) -> tuple[type, type]:
+    """(Model, ModelArgs) for a config, as ``mlx_lm.utils.load_model(get_model_classes=)`` asks."""
+    found = family(config)
+    return _module(found.model).Model, _module(found.config).ModelArgs
+
+
+def read_config(config: Mapping[str, Any]) -> HybridConfig:
     """config.json of any family as its dataclass; CheckpointError names what is wrong with it."""
-    module, name = CONFIGS[model_type(config)]
-    kind = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    kind: type[HybridConfig] = _module(family(config).config).ModelArgs
     try:
         return kind.from_dict(config)
     except (TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"config.json holds a value of a wrong kind: {error}") from error
+        raise CheckpointError(f"config.json holds a value of the wrong type: {error}") from error
 
 
-def get_model_classes(config: dict[str, Any]) -> tuple[type, type]:
-    """(Model, ModelArgs) for a config, as ``mlx_lm.utils.load_model(get_model_classes=)`` asks."""
-    module = family(config)
-    return module.Model, module.ModelArgs
+def read_runnable_config(config: Mapping[str, Any]) -> HybridConfig:
+    """``read_config`` of weights that MLX can use as they are.
+
+    Raises CheckpointError, too, for weights that another library quantised.
+    """
+    family(config)
+    stored = config.get("quantization_config")
+    if isinstance(stored, dict) and "quantization" not in config:
+        method = stored.get("quant_method", "unknown")
+        if method == "compressed-tensors":
+            raise CheckpointError(
+                "the weights are quantised by compressed-tensors; convert them first: "
+                "mlx-kda convert SRC OUT"
+            )
+        raise CheckpointError(
+            f"the source is quantised ({method}): convert the unquantised checkpoint instead"
+        )
+    return read_config(config)
+
+
+def map_tensors(config: HybridConfig, tensors: Mapping[str, "Spec"]) -> "WeightMapping":
+    """How the tensors of a checkpoint become those of the model.
+
+    Raises CheckpointError naming every tensor that is missing, left over, or of a wrong shape.
+    """
+    mapping: WeightMapping = _module(FAMILIES[config.model_type].weights).map_tensors(
+        config, tensors
+    )
+    return mapping
+
+
+def map_checkpoint(
+    config: Mapping[str, Any], tensors: Mapping[str, "Spec"]
+) -> tuple[HybridConfig, "WeightMapping"]:
+    """``read_runnable_config`` and ``map_tensors`` of a whole checkpoint."""
+    args = read_runnable_config(config)
+    return args, map_tensors(args, tensors)
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"{__name__}.{name}")
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("load", "load_model"):
-        return getattr(importlib.import_module(f"{__name__}.loading"), name)
+    if name in ("load", "load_model"):  # with the layers, which only a running model needs
+        return getattr(_module("loading"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -57,6 +110,8 @@ __all__ = [
     "get_model_classes",
     "load",
     "load_model",
-    "model_type",
+    "map_checkpoint",
+    "map_tensors",
     "read_config",
+    "read_runnable_config",
 ]

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..weights.safetensors import Spec
 from ..weights.weight_mapping import MappingBuilder, WeightMapping
-from .fla_kda_config import FlaKdaConfig
+from .fla_kda import FlaKdaConfig
 from .weight_transforms import convolution, decay, float32, tied_head
 
 # Maps whose names differ: ours -> FLA's.

@@ -15,7 +15,7 @@ from ..attention import resolve
 from ..cache import LatentCache, Policy, make_cache
 from ..layers import MLA, MLP, KimiDeltaAttention, MoE, Padding, RMSNorm
 from ..weights.safetensors import Spec
-from .families import map_tensors
+from . import map_tensors
 from .hybrid_config import KDA, MOE, HybridConfig
 from .sharding import shard
 from .tensor_roles import GATE_PATH, ROUTER, ROUTER_QUANTIZATION
@@ -87,7 +87,7 @@ class Decoder(nn.Module):
         return self.norm(h)
 
 
-class HybridModel(nn.Module):
+class Model(nn.Module):
     """A decoder with its output head."""
 
     def __init__(self, args: HybridConfig):

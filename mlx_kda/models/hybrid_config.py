@@ -1,7 +1,8 @@
 """What every family's config.json comes down to: the shapes and rules of a hybrid model."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from ..errors import CheckpointError
 
@@ -55,6 +56,15 @@ class HybridConfig:
     latent_norm_eps: float = 1e-6
     model_type: str = ""
 
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> Self:
+        """Read config.json's dictionary.
+
+        Raises:
+            CheckpointError: a key missing, a value out of range, or a feature that is not built.
+        """
+        raise NotImplementedError
+
     @property
     def num_hidden_layers(self) -> int:
         return len(self.layer_types)
@@ -75,8 +85,15 @@ class HybridConfig:
         return self.linear_num_v_heads, self.linear_v_head_dim, self.linear_head_dim
 
 
-def check_integer(key: str, value: Any, least: int = 1) -> int:
+def get(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """A value of config.json; the default where it is missing or null."""
+    value = config.get(key)
+    return default if value is None else value
+
+
+def integer(config: Mapping[str, Any], key: str, default: Any = None, least: int = 1) -> int:
     """A number of config.json; CheckpointError where it is missing or no integer >= ``least``."""
+    value = get(config, key, default)
     if value is None:
         raise CheckpointError(f"config.json: {key} is missing")
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -84,7 +101,21 @@ def check_integer(key: str, value: Any, least: int = 1) -> int:
     return value
 
 
+def check_model_type(config: Mapping[str, Any], wanted: str) -> None:
+    """Refuse a config of another family."""
+    kind = config.get("model_type")
+    if kind != wanted:
+        raise CheckpointError(f"config.json: model_type is {kind!r}, expected {wanted!r}")
+
+
 def check_bound(key: str, value: Any) -> None:
     """Refuse a lower bound of log decays that is not negative."""
     if value is not None and not value < 0:
         raise CheckpointError(f"config.json: {key} must be negative, got {value}")
+
+
+def refuse(features: Iterable[tuple[str, Any, bool, str]]) -> None:
+    """Raise CheckpointError for the first feature that is asked for: (key, value, asked, what)."""
+    for key, value, asked, what in features:
+        if asked:
+            raise CheckpointError(f"config.json: {key}={value!r} ({what}) is not supported")

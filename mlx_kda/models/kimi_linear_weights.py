@@ -22,7 +22,8 @@ from ..format import listed
 from ..weights.quantization import PARTS, quantization_of
 from ..weights.safetensors import Read, Spec
 from ..weights.weight_mapping import MappingBuilder, Step, WeightMapping, stack_step
-from .config import KDA, MOE, KimiLinearConfig
+from .hybrid_config import KDA, MOE
+from .kimi_linear import KimiLinearConfig
 from .weight_transforms import convolution, decay, float32, tied_head
 
 # Names that only a state dict saved by hand from transformers has: save_pretrained undoes them.

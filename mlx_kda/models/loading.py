@@ -11,8 +11,7 @@ from ..errors import CheckpointError
 from ..layers.blas_layout import lay_out
 from ..tokenizer import load_tokenizer
 from ..weights.source import CheckpointSource, open_source
-from . import family
-from .families import map_checkpoint
+from . import get_model_classes, map_checkpoint
 
 EMBEDDING = "model.embed_tokens.weight"
 ROUTER = "mlp.gate.weight"
@@ -38,10 +37,8 @@ def load_model(path: str | Path, runner: str = "auto") -> nn.Module:
 
 
 def _build(source: CheckpointSource, runner: str) -> nn.Module:
-
-    module = family(source.config)
     args, mapping = map_checkpoint(source.config, source.tensors)
-    model = module.Model(args)
+    model = get_model_classes(source.config)[0](args)
     model.runner = runner
     weights = _made(mapping.steps, _read(source))
     _quantise(model, mapping.quantized, weights, source.config.get("quantization") or {})

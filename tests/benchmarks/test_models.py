@@ -12,7 +12,8 @@ from mlx_kda.bench import model as bench_model
 from mlx_kda.bench.subject import Subject
 from mlx_kda.errors import UserError
 from mlx_kda.layers import blas_layout
-from mlx_kda.models.config import DENSE, MLA, MOE, KimiLinearConfig
+from mlx_kda.models.hybrid_config import DENSE, MLA, MOE
+from mlx_kda.models.kimi_linear import KimiLinearConfig
 from mlx_kda.plan import Memory
 
 

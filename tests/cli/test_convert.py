@@ -284,7 +284,7 @@ def test_info_describes_what_cannot_run(copy, capsys):
 
 def test_info_counts_a_real_size(tmp_path, capsys):
     """Kimi Linear 48B's own shapes: 42 MB of state, 8,064 bytes of latents a token."""
-    from mlx_kda.models.config import KimiLinearConfig
+    from mlx_kda.models.kimi_linear import KimiLinearConfig
     from mlx_kda.plan import need
 
     full = [4, 8, 12, 16, 20, 24, 27]

@@ -155,7 +155,7 @@ def test_both_names_of_dense_layers_are_taken(tmp_path):
 @pytest.mark.parametrize("name", sorted(weights()))
 def test_d7_a_missing_tensor_stops_the_conversion_by_name(name, tmp_path):
     """Case D7: every single tensor of the source, left out in turn."""
-    from mlx_kda.models.families import map_checkpoint
+    from mlx_kda.models import map_checkpoint
     from mlx_kda.weights.safetensors import Spec
 
     specs = {n: Spec(tuple(w.shape), w.dtype) for n, w in weights().items() if n != name}
@@ -315,7 +315,7 @@ def test_a_tied_head_is_dropped_only_if_it_is_the_embedding(tmp_path):
 
 @pytest.mark.parametrize("golden", CASES, ids=lambda path: path.name)
 def test_the_written_config_says_the_same_in_the_hubs_dialect(golden, tmp_path):
-    from mlx_kda.models.config import KimiLinearConfig
+    from mlx_kda.models.kimi_linear import KimiLinearConfig
 
     convert(golden, tmp_path / "out")
     written = json.loads((tmp_path / "out" / "config.json").read_text())

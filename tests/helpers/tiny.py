@@ -12,8 +12,9 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import kimi_linear as stock
 
-from mlx_kda.models.config import DENSE, KDA
-from mlx_kda.models.kimi_linear import Model, ModelArgs
+from mlx_kda.models.hybrid import Model
+from mlx_kda.models.hybrid_config import DENSE, KDA
+from mlx_kda.models.kimi_linear import ModelArgs
 
 VOCAB = 128
 

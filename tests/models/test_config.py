@@ -8,7 +8,8 @@ from helpers.tiny import tiny_config
 
 from mlx_kda.errors import CheckpointError
 from mlx_kda.models import get_model_classes
-from mlx_kda.models.config import DENSE, KDA, MLA, MOE, KimiLinearConfig
+from mlx_kda.models.hybrid_config import DENSE, KDA, MLA, MOE
+from mlx_kda.models.kimi_linear import KimiLinearConfig
 
 
 def native_config() -> dict:

@@ -6,7 +6,7 @@ from helpers.tiny import tiny_config, tiny_model, tiny_weights, tokens, write_mo
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_kda.models import load_model
-from mlx_kda.models.kimi_linear import DecoderLayer
+from mlx_kda.models.hybrid import DecoderLayer
 
 IDS = tokens(24)
 FLOAT32 = ("A_log", "dt_bias", "e_score_correction_bias")

@@ -14,9 +14,8 @@ from tolerances import GOLDEN, LAYER_HALF
 from mlx_kda import doctor
 from mlx_kda.convert import convert, verify
 from mlx_kda.errors import CheckpointError
-from mlx_kda.models import get_model_classes, load_model, read_config
-from mlx_kda.models.families import map_checkpoint
-from mlx_kda.models.fla_kda_config import FlaKdaConfig
+from mlx_kda.models import get_model_classes, load_model, map_checkpoint, read_config
+from mlx_kda.models.fla_kda import FlaKdaConfig
 from mlx_kda.weights.source import open_source
 
 FOLDER = FLA_GOLDENS

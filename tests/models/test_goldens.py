@@ -11,7 +11,8 @@ from mlx.utils import tree_flatten, tree_map
 from tolerances import GOLDEN, STOCK
 
 from mlx_kda.models import load_model
-from mlx_kda.models.config import KDA, MLA, MOE, KimiLinearConfig
+from mlx_kda.models.hybrid_config import KDA, MLA, MOE
+from mlx_kda.models.kimi_linear import KimiLinearConfig
 
 FOLDER = GOLDENS
 NAMES = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())

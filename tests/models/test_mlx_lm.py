@@ -53,7 +53,7 @@ def test_mlx_lm_loads_our_classes(tmp_path):
     weights = tiny_weights(config)
     write_model(tmp_path / "m", config, weights)
     loaded, _ = mlx_lm_load_model(tmp_path / "m", get_model_classes=get_model_classes)
-    assert type(loaded).__module__ == "mlx_kda.models.kimi_linear"
+    assert type(loaded).__module__ == "mlx_kda.models.hybrid"
     ids = tokens(20)
     assert mx.array_equal(loaded(ids), tiny_model()(ids))
 
