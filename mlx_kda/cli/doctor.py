@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..errors import UserError
+from ..runners import RUNNERS
 from . import loading
 from .parsing import number
 
 SUMMARY = "check the kernels on this machine"
-RUNNERS = ("auto", "metal", "cuda", "emulator", "emulator-fast", "ops")
+# "ops" is for models only, and counting checks nothing.
+CHOICES = (*(name for name in RUNNERS if name != "emulator-count"), "ops")
 EXAMPLE = "mlx-kda doctor kimi-4bit\n  mlx-kda doctor --runner emulator-fast"
 
 
@@ -23,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--runner",
-        choices=RUNNERS,
+        choices=CHOICES,
         default="auto",
         metavar="NAME",
         help="metal, cuda, emulator (checked, slow), emulator-fast or ops (default: what a model "

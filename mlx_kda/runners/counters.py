@@ -4,41 +4,20 @@ An operation is counted once for the SIMD-group that executes it, whatever its l
 counted in bytes. Integer arithmetic is not counted. Arithmetic is counted as the source writes it;
 loads are counted after the compiler has dropped those of what a thread already holds, across SIMD
 operations too, as a GPU's compiler does. That takes g++ on x86-64: elsewhere such loads count
-again. The cycles are a model (see `Counts.alu_cycles`) and no measurement.
+again. The cycles are a model (see ``Counts.alu_cycles``) and no measurement.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
-# In the order of runtime/count.cpp.
-FIELDS = (
-    "fma",
-    "add",
-    "mul",
-    "division",
-    "minmax",
-    "compare",
-    "special",
-    "_matrix16",
-    "convert",
-    "mma",
-    "shuffles",
-    "simd_sums",
-    "simd_scans",
-    "simd_votes",
-    "simd_barriers",
-    "barriers",
-    "device_bytes",
-    "device_lane_bytes",
-    "unique_read",
-    "unique_written",
-    "constant_bytes",
-    "threadgroup_bytes",
-    "device_accesses",
-    "threadgroup_accesses",
-    "threadgroups",
-    "simdgroups",
-)
+if TYPE_CHECKING:
+    from .kernel import MetalKernel
+
+_MATRIX16 = 7  # place of the runtime's counter that Counts leaves out
 
 # Cycles of one of a core's four schedulers for an instruction of a SIMD-group: public
 # microbenchmarks of M1-class cores. A division is a reciprocal and a multiplication.
@@ -82,6 +61,7 @@ class Counts:
         threadgroup_memory: bytes that a threadgroup allocates.
     """
 
+    # In the order of runtime/count.cpp.
     fma: float = 0
     add: float = 0
     mul: float = 0
@@ -109,14 +89,14 @@ class Counts:
     simdgroups: float = 0
     threadgroup_memory: int = 0
 
-    def __add__(self, other: "Counts") -> "Counts":
+    def __add__(self, other: Counts) -> Counts:
         """Both launches; threadgroup_memory is the larger."""
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
         sums["threadgroup_memory"] = max(self.threadgroup_memory, other.threadgroup_memory)
         return Counts(**sums)
 
-    def per(self, n: float) -> "Counts":
-        """The counts divided by ``n`` (token-heads, say); threadgroup_memory stays."""
+    def per(self, n: float) -> Counts:
+        """The counts divided by ``n``, the number of rows, say; threadgroup_memory stays."""
         shares = {f.name: getattr(self, f.name) / n for f in fields(self)}
         shares["threadgroup_memory"] = self.threadgroup_memory
         return Counts(**shares)
@@ -147,24 +127,27 @@ class Counts:
         return self.alu_cycles + self.l1_cycles
 
     @classmethod
-    def of_launch(cls, result) -> "Counts":
-        named = dict(zip(FIELDS, result.counters, strict=False))
-        named.pop("_matrix16")
-        return cls(**named, threadgroup_memory=result.shared_bytes)
+    def of_launch(cls, counters: Sequence[int], threadgroup_memory: int) -> Counts:
+        """From the runtime's counters and the bytes that a threadgroup allocated."""
+        names = [f.name for f in fields(cls) if f.name != "threadgroup_memory"]
+        values = [*counters[:_MATRIX16], *counters[_MATRIX16 + 1 :]]
+        named: dict[str, Any] = dict(zip(names, values, strict=False))
+        return cls(**named, threadgroup_memory=threadgroup_memory)
 
 
-_logs: list[list] = []
+Log = list[tuple[str, Counts]]
+_logs: list[Log] = []
 
 
 @contextmanager
-def counting():
-    """Collects (kernel name, Counts) of every launch with runner="emulator-count" inside.
+def counting() -> Iterator[Log]:
+    """Collect (kernel name, Counts) of every launch with ``runner="emulator-count"`` inside.
 
     >>> with counting() as log:
-    ...     layer(x, runner="emulator-count")
-    >>> sum((counts for _, counts in log), Counts()).per(tokens * heads)
+    ...     y = layer(x)
+    >>> sum((counts for _, counts in log), Counts()).per(rows)
     """
-    log: list[tuple[str, Counts]] = []
+    log: Log = []
     _logs.append(log)
     try:
         yield log
@@ -172,14 +155,14 @@ def counting():
         _logs[:] = [other for other in _logs if other is not log]  # equal ones stay
 
 
-def note_launch(name, result):
+def note_launch(name: str, counters: Sequence[int], threadgroup_memory: int) -> None:
     """Called by the emulator after each counted launch."""
     for log in _logs:
-        log.append((name, Counts.of_launch(result)))
+        log.append((name, Counts.of_launch(counters, threadgroup_memory)))
 
 
-def count(kernel, **call) -> Counts:
-    """The counts of one call of a kernel made by `metal_kernel`, whatever its runner.
+def count(kernel: MetalKernel, **call: Any) -> Counts:
+    """The counts of one call of a kernel made by ``metal_kernel``, whatever its runner.
 
     ``call`` are the arguments of the call: inputs, template, grid, threadgroup, ...
     """

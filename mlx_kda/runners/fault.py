@@ -15,7 +15,7 @@ class KernelFault(Exception):
     """A fault in a Metal kernel, found by running or compiling it in the emulator.
 
     Attributes:
-        kind: one of ``KINDS``.
+        kind: one of ``mlx_kda.runners.fault.KINDS``.
         kernel: the kernel's name.
         thread: ``thread_position_in_grid`` of the thread at fault, or None.
         line: line of the kernel's ``source`` (from 1), or None if the fault lies elsewhere.
@@ -23,7 +23,17 @@ class KernelFault(Exception):
         text: that line.
     """
 
-    def __init__(self, kind, kernel, message, *, thread=None, line=None, header_line=None, text=""):
+    def __init__(
+        self,
+        kind: str,
+        kernel: str,
+        message: str,
+        *,
+        thread: tuple[int, ...] | None = None,
+        line: int | None = None,
+        header_line: int | None = None,
+        text: str = "",
+    ):
         self.kind = kind
         self.kernel = kernel
         self.message = message
@@ -36,6 +46,6 @@ class KernelFault(Exception):
             where = f", line {line}"
         elif header_line is not None:
             where = f", header line {header_line}"
-        who = f", thread {tuple(thread)}" if thread is not None else ""
+        who = f", thread {thread}" if thread is not None else ""
         quote = f": {self.text}" if self.text else ""
         super().__init__(f"{kind} in kernel {kernel}{where}{who}: {message}{quote}")

@@ -1,18 +1,28 @@
-"""`metal_kernel`: MLX's custom kernels with a choice of what runs them."""
+"""``metal_kernel``: MLX's custom kernels with a choice of what runs them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import mlx.core as mx
 
 from ..errors import UserError
-from . import text as kernel_text
+from . import RUNNERS
+from .cuda import CudaKernel
+from .emulator import EmulatedKernel
+from .text import Definition, Launcher, Template
 
-RUNNERS = ("auto", "metal", "emulator", "emulator-fast", "emulator-count", "cuda")
+_MODES = {"emulator": "checked", "emulator-fast": "fast", "emulator-count": "count"}
 
 
 def choose(runner: str = "auto") -> str:
     """The runner that ``runner`` means on this machine, now.
 
     "auto" is "metal" where MLX has Metal and "cuda" where it has CUDA, if the default device is
-    the GPU; otherwise UserError: the emulator is never chosen silently.
+    the GPU. The emulator is never chosen silently.
+
+    Raises:
+        UserError: an unknown runner, or "auto" without a GPU.
     """
     if runner not in RUNNERS:
         raise UserError(f"unknown runner {runner!r}: choose one of {', '.join(RUNNERS)}")
@@ -24,133 +34,99 @@ def choose(runner: str = "auto") -> str:
         if mx.cuda.is_available():
             return "cuda"
     raise UserError(
-        "no GPU for a Metal kernel on this machine: use the ops path, or ask for "
+        "no GPU for a Metal kernel on this machine: ask for "
         'runner="emulator" (checked, slow) or "emulator-fast"'
     )
 
 
-class MetalKernel:
-    """A kernel with the call of `mx.fast.metal_kernel`; made by `metal_kernel`."""
+@dataclass(eq=False)
+class MetalKernel(Definition):
+    """``mx.fast.metal_kernel`` with a choice of what runs the kernel.
 
-    def __init__(
-        self,
-        name,
-        input_names,
-        output_names,
-        source,
-        header="",
-        ensure_row_contiguous=True,
-        atomic_outputs=False,
-        compile_options=None,
-        runner="auto",
-    ):
-        if runner not in RUNNERS:
-            raise UserError(f"unknown runner {runner!r}: choose one of {', '.join(RUNNERS)}")
-        if not output_names:
+    Args:
+        name, input_names, output_names, source, header, ensure_row_contiguous, atomic_outputs,
+            compile_options: those of ``mx.fast.metal_kernel``.
+        runner: "metal" (Apple's GPU); "emulator" (the generated Metal text on the CPU, every
+            access checked); "emulator-fast" (the same without checks); "emulator-count" (counts
+            operations and bytes, see ``count``); "cuda" (the same body through
+            ``mx.fast.cuda_kernel``); "auto" (metal or cuda, chosen at the first call).
+
+    Raises:
+        ValueError: no output is named.
+        UserError: an unknown runner.
+    """
+
+    runner: str = "auto"
+    _launchers: dict[str | None, Launcher] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.runner not in RUNNERS:
+            choose(self.runner)
+        if not self.output_names:
             raise ValueError("[metal_kernel] Must specify at least one output.")
-        self.name = name
-        self.input_names = list(input_names)
-        self.output_names = list(output_names)
-        self.source = source
-        self.header = header
-        self.ensure_row_contiguous = ensure_row_contiguous
-        self.atomic_outputs = atomic_outputs
-        self.compile_options = compile_options
-        self.runner = runner
-        self._made = {}
 
     def __call__(
         self,
         *,
-        inputs,
-        output_shapes,
-        output_dtypes,
-        grid,
-        threadgroup,
-        template=None,
-        init_value=None,
-        verbose=False,
-        stream=None,
-        runner=None,
-    ):
-        runner = choose(runner or self.runner)
-        call = {
-            "inputs": inputs,
-            "template": template,
-            "grid": grid,
-            "threadgroup": threadgroup,
-            "output_shapes": output_shapes,
-            "output_dtypes": output_dtypes,
-            "init_value": init_value,
-            "verbose": verbose,
-            "stream": stream,
-        }
-        if runner == "metal":
-            from .metal import call_metal
+        inputs: Sequence[Any],
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[mx.Dtype],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        template: Template | None = None,
+        init_value: float | None = None,
+        verbose: bool = False,
+        stream: Any = None,
+        runner: str | None = None,
+    ) -> list[mx.array]:
+        """Run the kernel; the arguments are those of MLX's call, and ``runner`` for this call.
 
-            return call_metal(self, call)
-        if runner == "cuda":
-            from .cuda import call_cuda
+        Returns:
+            The outputs.
 
-            return call_cuda(self, call)
-        from .emulator.call import call_emulator
-
-        mode = {"emulator": "checked", "emulator-fast": "fast", "emulator-count": "count"}[runner]
-        return call_emulator(self, call, mode).outputs
-
-    def generate(self, inputs, output_dtypes, template=None) -> kernel_text.KernelText:
-        """The Metal text for these inputs, as MLX would print it (without its utilities)."""
-        return kernel_text.generate(
-            self.name,
-            self.input_names,
-            self.output_names,
-            self.source,
-            self.header,
-            [as_array(x) for x in inputs],
-            output_dtypes,
-            template,
-            self.atomic_outputs,
+        Raises:
+            UserError: a runner that is unknown or that this machine does not have.
+            ValueError: arguments that do not fit the kernel.
+            KernelFault: a fault that the emulator found.
+        """
+        launch = self._launchers.get(runner) or self.launcher(runner)
+        return launch(
+            inputs=inputs,
+            template=template,
+            grid=grid,
+            threadgroup=threadgroup,
+            output_shapes=output_shapes,
+            output_dtypes=output_dtypes,
+            init_value=init_value,
+            verbose=verbose,
+            stream=stream,
         )
 
+    def launcher(self, runner: str | None = None) -> Launcher:
+        """What calls with this ``runner`` run: chosen once, then kept."""
+        if runner not in self._launchers:
+            self._launchers[runner] = self._make_launcher(choose(runner or self.runner))
+        return self._launchers[runner]
 
-def as_array(x):
-    """An input as MLX takes it: arrays as they are, Python numbers as 0-d arrays."""
-    return x if isinstance(x, mx.array) else mx.array(x)
+    def _make_launcher(self, runner: str) -> Launcher:
+        if runner == "cuda":
+            return CudaKernel(self)
+        if runner != "metal":
+            return EmulatedKernel(self, _MODES[runner])
+        if not mx.metal.is_available():
+            raise UserError('runner="metal" needs an Apple GPU: use "emulator" on this machine')
+        options = {} if self.compile_options is None else {"compile_options": self.compile_options}
+        made = mx.fast.metal_kernel(
+            name=self.name,
+            input_names=self.input_names,
+            output_names=self.output_names,
+            source=self.source,
+            header=self.header,
+            ensure_row_contiguous=self.ensure_row_contiguous,
+            atomic_outputs=self.atomic_outputs,
+            **options,
+        )
+        return cast(Launcher, made)
 
 
-def metal_kernel(
-    name,
-    input_names,
-    output_names,
-    source,
-    header="",
-    ensure_row_contiguous=True,
-    atomic_outputs=False,
-    compile_options=None,
-    runner="auto",
-) -> MetalKernel:
-    """`mx.fast.metal_kernel` with a choice of what runs the kernel.
-
-    The arguments, and the call of what is returned, are those of `mx.fast.metal_kernel`.
-
-    Args:
-        runner: "metal" (Apple's GPU); "emulator" (the generated text on the CPU, every access
-            checked, faults raised as `KernelFault`); "emulator-fast" (the same without checks);
-            "emulator-count" (counts operations, see `count`); "cuda" (the same body through
-            `mx.fast.cuda_kernel`); "auto" (metal or cuda, else UserError).
-
-    Raises:
-        UserError: an unknown runner, or a runner that this machine does not have.
-        KernelFault: from the call, a fault that the emulator found.
-    """
-    return MetalKernel(
-        name,
-        input_names,
-        output_names,
-        source,
-        header,
-        ensure_row_contiguous,
-        atomic_outputs,
-        compile_options,
-        runner,
-    )
+metal_kernel = MetalKernel

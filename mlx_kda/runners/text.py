@@ -1,12 +1,17 @@
 """The Metal text that MLX generates for a call of a custom kernel.
 
 MLX puts its utilities in front of it; what follows them is written here, byte for byte as
-`verbose=True` prints it, so that the emulator compiles what Apple's compiler would get.
+``verbose=True`` prints it, so that the emulator compiles what Apple's compiler would get.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
+
+Template = Sequence[tuple[str, Any]]
+Launcher = Callable[..., list[mx.array]]  # takes the arguments of MLX's call by name
 
 TYPE_NAMES = {
     mx.bool_: "bool",
@@ -76,12 +81,12 @@ class KernelText:
     source_first: int  # line of the text on which the source begins
     source_lines: int
 
-    def locate(self, line: int) -> dict:
+    def locate(self, line: int) -> dict[str, Any]:
         """Where a line of the text is: ``line`` of the source or ``header_line``, and ``text``."""
         lines = self.text.split("\n")
         if not 0 < line <= len(lines):
             return {}
-        where = {"text": lines[line - 1]}
+        where: dict[str, Any] = {"text": lines[line - 1]}
         in_source = line - self.source_first + 1
         if 1 <= in_source <= self.source_lines:
             where["line"] = in_source
@@ -90,7 +95,8 @@ class KernelText:
         return where
 
 
-def template_value(value) -> str:
+def template_value(value: Any) -> str:
+    """A template argument as MLX writes it: an int, a bool or a dtype."""
     if isinstance(value, bool):
         return str(int(value))
     if isinstance(value, int):
@@ -102,13 +108,15 @@ def template_value(value) -> str:
     )
 
 
-def _template_kind(value) -> str:
+def _template_kind(value: Any) -> str:
     if isinstance(value, bool):
         return "bool"
     return "int" if isinstance(value, int) else "typename"
 
 
-def _input_parameters(name, array, index, source, needs):
+def _input_parameters(
+    name: str, array: mx.array, index: int, needs: set[str]
+) -> Iterator[Parameter]:
     type_name = TYPE_NAMES[array.dtype]
     if array.ndim == 0:
         yield Parameter(f"const constant {type_name}& {name}", "input", index, name)
@@ -127,75 +135,100 @@ def _input_parameters(name, array, index, source, needs):
                 yield Parameter(declaration, what, index, name)
 
 
-def _mark(array) -> str:
+def _mark(array: mx.array) -> str:
     """How an input's kind appears in the function's name."""
     if array.ndim == 0:
         return "s"
     return "c" if array.size < CONSTANT_BELOW else ""
 
 
-def generate(
-    name,
-    input_names,
-    output_names,
-    source,
-    header,
-    inputs,
-    output_dtypes,
-    template=(),
-    atomic_outputs=False,
-) -> KernelText:
-    """The text for a call with these inputs (arrays) and output dtypes, as MLX would print it."""
-    template = list(template or ())
-    parts = [f"custom_kernel_{name}"]
-    if template:
-        values = (template_value(value) for _, value in template)
-        parts.append("".join("_" + value.replace("-", "_") for value in values))
-    parts += [TYPE_NAMES[array.dtype] + _mark(array) for array in inputs]
-    parts += [TYPE_NAMES[dtype] for dtype in output_dtypes]
-    function = "_".join(parts)
+@dataclass(eq=False)
+class Definition:
+    """A kernel as ``mx.fast.metal_kernel`` defines it."""
 
-    parameters = []
-    for index, (input_name, array) in enumerate(zip(input_names, inputs, strict=True)):
-        needs = {w for w in ("shape", "strides", "ndim") if f"{input_name}_{w}" in source}
-        parameters += _input_parameters(input_name, array, index, source, needs)
-    for index, (output_name, dtype) in enumerate(zip(output_names, output_dtypes, strict=True)):
-        type_name = TYPE_NAMES[dtype]
-        if atomic_outputs:
-            type_name = f"atomic<{type_name}>"
-        parameters.append(Parameter(f"device {type_name}* {output_name}", "output", index))
-    attributes = [a for a in ATTRIBUTES if a in source]
+    name: str
+    input_names: Sequence[str]
+    output_names: Sequence[str]
+    source: str
+    header: str = ""
+    ensure_row_contiguous: bool = True
+    atomic_outputs: bool = False
+    compile_options: dict[str, Any] | None = None
 
-    out = [header]
-    if template:
-        kinds = ", ".join(f"{_template_kind(value)} {key}" for key, value in template)
-        out.append(f"template <{kinds}>\n")
-    out.append(f"[[kernel]] void {function}(\n")
-    outputs_from = len(parameters) - len(output_names)
-    for index, parameter in enumerate(parameters):
-        out.append(f"  {parameter.declaration} [[buffer({index})]]")
-        # Without attributes MLX counts names, not parameters, to find the last output; a shape,
-        # strides or rank among the inputs then makes it close the list early.
-        last = len(input_names) + len(output_names) - 1
-        closes = index >= max(outputs_from, last) and not attributes
-        out.append(") {\n" if closes else ",\n")
-    for index, attribute in enumerate(attributes):
-        out.append(f"  {ATTRIBUTES[attribute]} {attribute} [[{attribute}]]")
-        out.append(") {\n" if index == len(attributes) - 1 else ",\n")
-        parameters.append(Parameter(attribute, "attribute", name=attribute))
-    before = "".join(out)
-    out += [source, "\n}\n"]
-    called = function
-    if template:
-        called += "<" + ", ".join(template_value(value) for _, value in template) + ">"
-        out.append(
-            f'\ntemplate [[host_name("{function}")]] [[kernel]] decltype({called}) {called};\n'
+    def generate(
+        self,
+        inputs: Sequence[Any],
+        output_dtypes: Sequence[mx.Dtype],
+        template: Template | None = None,
+    ) -> KernelText:
+        """The Metal text for these inputs, as MLX would print it (without its utilities)."""
+        arrays = [as_array(x) for x in inputs]
+        template = list(template or ())
+        function = self._function_name(arrays, output_dtypes, template)
+        parameters = self._parameters(arrays, output_dtypes)
+        attributes = [a for a in ATTRIBUTES if a in self.source]
+
+        out = [self.header]
+        if template:
+            kinds = ", ".join(f"{_template_kind(value)} {key}" for key, value in template)
+            out.append(f"template <{kinds}>\n")
+        out.append(f"[[kernel]] void {function}(\n")
+        outputs_from = len(parameters) - len(self.output_names)
+        for index, parameter in enumerate(parameters):
+            out.append(f"  {parameter.declaration} [[buffer({index})]]")
+            # Without attributes MLX counts names, not parameters, to find the last output; a
+            # shape, strides or rank among the inputs then makes it close the list early.
+            last = len(self.input_names) + len(self.output_names) - 1
+            closes = index >= max(outputs_from, last) and not attributes
+            out.append(") {\n" if closes else ",\n")
+        for index, attribute in enumerate(attributes):
+            out.append(f"  {ATTRIBUTES[attribute]} {attribute} [[{attribute}]]")
+            out.append(") {\n" if index == len(attributes) - 1 else ",\n")
+            parameters.append(Parameter(attribute, "attribute", name=attribute))
+        before = "".join(out)
+        out += [self.source, "\n}\n"]
+        called = function
+        if template:
+            called += "<" + ", ".join(template_value(value) for _, value in template) + ">"
+            out.append(
+                f'\ntemplate [[host_name("{function}")]] [[kernel]] decltype({called}) {called};\n'
+            )
+        return KernelText(
+            text="".join(out),
+            function=called,
+            parameters=tuple(parameters),
+            header_lines=self.header.count("\n"),
+            source_first=before.count("\n") + 1,
+            source_lines=self.source.count("\n") + 1,
         )
-    return KernelText(
-        text="".join(out),
-        function=called,
-        parameters=tuple(parameters),
-        header_lines=header.count("\n"),
-        source_first=before.count("\n") + 1,
-        source_lines=source.count("\n") + 1,
-    )
+
+    def _function_name(
+        self, arrays: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype], template: Template
+    ) -> str:
+        parts = [f"custom_kernel_{self.name}"]
+        if template:
+            values = (template_value(value) for _, value in template)
+            parts.append("".join("_" + value.replace("-", "_") for value in values))
+        parts += [TYPE_NAMES[array.dtype] + _mark(array) for array in arrays]
+        parts += [TYPE_NAMES[dtype] for dtype in output_dtypes]
+        return "_".join(parts)
+
+    def _parameters(
+        self, arrays: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype]
+    ) -> list[Parameter]:
+        """The buffers of the function: inputs with their shapes, strides and ranks, outputs."""
+        parameters: list[Parameter] = []
+        for index, (name, array) in enumerate(zip(self.input_names, arrays, strict=True)):
+            needs = {w for w in ("shape", "strides", "ndim") if f"{name}_{w}" in self.source}
+            parameters += _input_parameters(name, array, index, needs)
+        for index, (name, dtype) in enumerate(zip(self.output_names, output_dtypes, strict=True)):
+            kind = TYPE_NAMES[dtype]
+            if self.atomic_outputs:
+                kind = f"atomic<{kind}>"
+            parameters.append(Parameter(f"device {kind}* {name}", "output", index))
+        return parameters
+
+
+def as_array(x: Any) -> mx.array:
+    """An input as MLX takes it: arrays as they are, Python numbers as 0-d arrays."""
+    return x if isinstance(x, mx.array) else mx.array(x)

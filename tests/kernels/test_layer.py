@@ -95,7 +95,7 @@ def test_warm_up_compiles_all_that_a_layer_calls():
                     progress=lambda *x: said.append(x))  # fmt: skip
     assert [n.split()[0] for n in names] == ["kda_decode", "kda_recurrent", "kda_chunk"]
     assert said[0] == (0, 3, "kda_decode Dk=64 Dv=64") and said[-1] == (3, 3, "")
-    made = [kernel(name, "emulator-fast")._made for name in SOURCES]
+    made = [kernel(name, "emulator-fast").launcher().programs for name in SOURCES]
     before = [len(m) for m in made]
     for B, T in ((1, 1), (3, 2), (1, 8), (2, 9), (1, 16), (2, 17), (1, 600)):
         layer = layer64.make(B=B, T=T, H=2, Dk=64, Dv=64, conv_kernel=3)

@@ -8,7 +8,6 @@ from mlx_kda.runners import metal_kernel
 from mlx_kda.runners.text import ATTRIBUTES, TYPE_NAMES
 
 DTYPES = list(TYPE_NAMES)
-DOUBLE = "uint i = thread_position_in_grid.x;\no[i] = a[i] * 2.0f;"
 
 
 @pytest.fixture
@@ -235,70 +234,3 @@ def test_grid_is_counted_in_threads_and_edges_are_ragged():
     index = x % 4 + width * (y + 3 * z)
     assert (out[..., 2] == index).all()
     assert (out[..., 3] == index // 32 + 100 * ((width * 6 + 31) // 32)).all()
-
-
-def test_calls_that_cannot_work_say_why():
-    import mlx_kda.errors as errors
-
-    kernel = metal_kernel(**definition(DOUBLE, "a"), runner="emulator-fast")
-    call = {
-        "inputs": [mx.ones(8)],
-        "grid": (8, 1, 1),
-        "threadgroup": (8, 1, 1),
-        "output_shapes": [(8,)],
-        "output_dtypes": [mx.float32],
-    }
-    for wrong, words in (
-        ({"inputs": []}, "`inputs` to have size 1 but got size 0"),
-        ({"output_shapes": []}, "`output_shapes`"),
-        ({"output_dtypes": []}, "`output_dtypes`"),
-        ({"template": [("T", 2.5)]}, "Invalid template argument"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            kernel(**{**call, **wrong})
-    with pytest.raises(errors.UserError, match="unknown runner"):
-        kernel(**call, runner="opencl")
-    with pytest.raises(errors.UserError, match="needs an Apple GPU"):
-        kernel(**call, runner="metal")
-    with pytest.raises(errors.UserError, match="no GPU"):
-        kernel(**call, runner="auto")
-    with pytest.raises(errors.UserError, match=r"mx\.compile"):
-        mx.compile(lambda a: kernel(**{**call, "inputs": [a]}))(mx.ones(8))
-
-
-def test_a_gradient_is_refused_rather_than_zero():
-    kernel = metal_kernel(**definition(DOUBLE, "a"), runner="emulator-fast")
-
-    def loss(a):
-        out = kernel(
-            inputs=[a],
-            grid=(8, 1, 1),
-            threadgroup=(8, 1, 1),
-            output_shapes=[(8,)],
-            output_dtypes=[mx.float32],
-        )
-        return out[0].sum()
-
-    assert loss(mx.ones(8)).item() == 16
-    with pytest.raises(ValueError, match="no gradient"):
-        mx.grad(loss)(mx.ones(8))
-
-
-def test_threads_may_call_one_kernel_together():
-    """Kernels of one text share a compiled program, whose launches are taken in turn."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    def once(n):
-        kernel = metal_kernel(**definition(DOUBLE, "a"), runner="emulator")
-        (out,) = kernel(
-            inputs=[mx.full((4096,), n, dtype=mx.float32)],
-            grid=(4096, 1, 1),
-            threadgroup=(256, 1, 1),
-            output_shapes=[(4096,)],
-            output_dtypes=[mx.float32],
-        )
-        return np.array(out)
-
-    with ThreadPoolExecutor(4) as pool:
-        for n, out in enumerate(pool.map(once, range(12))):
-            assert (out == 2 * n).all()

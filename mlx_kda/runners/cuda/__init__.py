@@ -1,4 +1,4 @@
-"""The "cuda" runner: the same body through `mx.fast.cuda_kernel`, behind a header.
+"""The "cuda" runner: the same body through ``mx.fast.cuda_kernel``, behind a header.
 
 It is there to run the kernels on a real GPU, with real concurrency and under compute-sanitizer.
 Matrix products run on its tensor cores, as accurate as float32 (matrix.h); its speed says nothing
@@ -6,42 +6,65 @@ about Metal's.
 """
 
 import hashlib
+from collections.abc import Sequence
+from typing import Any, cast
 
 import mlx.core as mx
 
 from ...errors import UserError
+from ..text import Definition, Launcher, Template, as_array
 from .header import build
 
 
-def call_cuda(kernel, call):
-    """Runs ``kernel`` on a CUDA GPU; UserError where MLX has none or the grid does not fit."""
-    if not mx.cuda.is_available():
-        raise UserError('runner="cuda" needs MLX\'s CUDA build and a CUDA GPU')
-    call = dict(call)
-    inputs = [x if isinstance(x, mx.array) else mx.array(x) for x in call["inputs"]]
-    call["inputs"] = inputs
-    grid, group = call["grid"], call["threadgroup"]
-    group = tuple(min(t, g) for t, g in zip(group, grid, strict=True))
-    if any(g % t for g, t in zip(grid, group, strict=True)):
-        raise UserError(
-            f'runner="cuda" needs a grid {tuple(grid)} that the threadgroup {group} divides'
+class CudaKernel:
+    """A kernel called on a CUDA GPU.
+
+    Raises:
+        UserError: MLX has no CUDA; from a call, a grid that the threadgroup does not divide.
+    """
+
+    def __init__(self, kernel: Definition):
+        if not mx.cuda.is_available():
+            raise UserError('runner="cuda" needs MLX\'s CUDA build and a CUDA GPU')
+        self.kernel = kernel
+        self._made: dict[Any, Launcher] = {}
+
+    def __call__(
+        self,
+        *,
+        inputs: Sequence[Any],
+        template: Template | None,
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        output_dtypes: Sequence[mx.Dtype],
+        **call: Any,
+    ) -> list[mx.array]:
+        inputs = [as_array(x) for x in inputs]
+        group = tuple(min(t, g) for t, g in zip(threadgroup, grid, strict=True))
+        if any(g % t for g, t in zip(grid, group, strict=True)):
+            raise UserError(
+                f'runner="cuda" needs a grid {tuple(grid)} that the threadgroup {group} divides'
+            )
+        kinds = tuple((x.dtype, x.ndim > 0) for x in inputs)
+        key = (kinds, tuple(output_dtypes), tuple(tuple(t) for t in template or ()))
+        made = self._made.get(key)
+        if made is None:
+            made = self._made[key] = _make(self.kernel, inputs, output_dtypes, template)
+        return made(
+            inputs=inputs, grid=grid, threadgroup=group, output_dtypes=output_dtypes, **call
         )
-    call["threadgroup"] = group
-    template = call.pop("template")
-    dtypes = list(call["output_dtypes"])
-    kinds = tuple((x.dtype, x.ndim > 0) for x in inputs)
-    key = ("cuda", kinds, tuple(dtypes), tuple(tuple(t) for t in template or ()))
-    made = kernel._made.get(key)
-    if made is None:
-        made = kernel._made[key] = _make(kernel, inputs, dtypes, template)
-    return made(**call)
 
 
-def _make(kernel, inputs, dtypes, template):
+def _make(
+    kernel: Definition,
+    inputs: Sequence[mx.array],
+    dtypes: Sequence[mx.Dtype],
+    template: Template | None,
+) -> Launcher:
     header, source, input_names, output_names = build(kernel, inputs, dtypes, template)
     # MLX keeps compiled modules by name alone, on disk too: the name has to tell them apart.
     digest = hashlib.sha256((header + "\0" + source).encode()).hexdigest()[:16]
-    return mx.fast.cuda_kernel(
+    made = mx.fast.cuda_kernel(
         name=f"{kernel.name}_{digest}",
         input_names=input_names,
         output_names=output_names,
@@ -49,3 +72,4 @@ def _make(kernel, inputs, dtypes, template):
         header=header,
         ensure_row_contiguous=kernel.ensure_row_contiguous,
     )
+    return cast(Launcher, made)

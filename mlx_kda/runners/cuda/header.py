@@ -1,11 +1,14 @@
-"""From a Metal kernel to what `mx.fast.cuda_kernel` compiles: one text of headers, one body."""
+"""From a Metal kernel to what ``mx.fast.cuda_kernel`` compiles: one text of headers, one body."""
 
 import re
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-from ..emulator.rewrite import Dialect, preprocessor_lines, rewrite, tokens
-from ..text import ATTRIBUTES, TYPE_NAMES, template_value
+import mlx.core as mx
+
+from ..rewrite import Dialect, Token, preprocessor_lines, rewrite, tokens
+from ..text import ATTRIBUTES, TYPE_NAMES, Definition, Template, template_value
 
 HERE = Path(__file__).parent
 SHARED = HERE.parent / "emulator" / "include"
@@ -84,14 +87,14 @@ def stand_in() -> str:
     return BEFORE + math + undefined + "".join(parts) + "".join(own)
 
 
-def _read(name):
+def _read(name: str) -> str:
     return (SHARED / name).read_text()
 
 
 _CUT = {"stddef.h", "stdint.h", "counted.h"}
 
 
-def _inline(name, seen) -> str:
+def _inline(name: str, seen: set[str]) -> str:
     """A header with its own includes in place, each once."""
     if name in seen or name in _CUT:
         return ""
@@ -107,11 +110,12 @@ def _inline(name, seen) -> str:
 
 
 def device_functions(text: str) -> str:
-    """``text`` with `__device__` in front of every function it defines outside of functions."""
+    """``text`` with ``__device__`` in front of every function it defines outside of functions."""
     macros = preprocessor_lines(text)
     toks = tokens(text)
     code = [t.kind not in ("space", "comment") and t.line not in macros for t in toks]
-    marks, start, bodies = set(), 0, 0  # bodies: braces open since a function began
+    marks: set[int] = set()
+    start = bodies = 0  # bodies: braces open since a function began
     for i, token in enumerate(toks):
         if not code[i]:
             continue
@@ -133,15 +137,15 @@ def device_functions(text: str) -> str:
     return "".join("__device__ " * (i in marks) + token.text for i, token in enumerate(toks))
 
 
-def _has_parameters(text) -> bool:
+def _has_parameters(text: list[str]) -> bool:
     """Are these the words of a function, not yet a device function, up to its body?"""
     if not text or text[0] in ("struct", "enum", "namespace", "union", "extern"):
         return False
     return "__device__" not in text and "(" in text and "=" not in text[: text.index("(")]
 
 
-def _after_template(toks, code, i) -> int:
-    """The first token of a declaration, after what is no code and any `template <...>`."""
+def _after_template(toks: list[Token], code: list[bool], i: int) -> int:
+    """The first token of a declaration, after what is no code and any ``template <...>``."""
     while i < len(toks) and (not code[i] or toks[i].text == "template"):
         if code[i]:
             angle = paren = 0
@@ -155,11 +159,16 @@ def _after_template(toks, code, i) -> int:
     return i
 
 
-def build(kernel, inputs, output_dtypes, template):
-    """(header, source, names of the inputs, names of the outputs) for `mx.fast.cuda_kernel`."""
+def build(
+    kernel: Definition,
+    inputs: Sequence[mx.array],
+    output_dtypes: Sequence[mx.Dtype],
+    template: Template | None,
+) -> tuple[str, str, list[str], list[str]]:
+    """(header, source, names of the inputs, names of the outputs) for ``mx.fast.cuda_kernel``."""
     header = device_functions(rewrite(kernel.header, DIALECT).text)
     body = rewrite(kernel.source, DIALECT).text
-    lines = []
+    lines: list[str] = []
     for name, array in zip(kernel.input_names, inputs, strict=True):
         lines += _declare_input(name, array, kernel.source)
     for name, dtype in zip(kernel.output_names, output_dtypes, strict=True):
@@ -186,7 +195,7 @@ def build(kernel, inputs, output_dtypes, template):
     )
 
 
-def _declare_input(name, array, source):
+def _declare_input(name: str, array: mx.array, source: str) -> Iterator[str]:
     kind, given = TYPE_NAMES[array.dtype], PREFIX + name
     cast = f"reinterpret_cast<const {kind}*>({given})"
     yield f"const auto& {name} = *{cast};" if array.ndim == 0 else f"const auto* {name} = {cast};"

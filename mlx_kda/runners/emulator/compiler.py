@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
@@ -88,7 +89,7 @@ def _fingerprint() -> str:
     digest.update(repr(compiler()).encode())
     digest.update(platform.machine().encode())
     digest.update(_processor().encode())
-    digest.update(mx.__version__.encode())
+    digest.update(version("mlx").encode())
     sources = [p for folder in ("include", "runtime") for p in (HERE / folder).rglob("*")]
     for path in sorted(p for p in sources if p.is_file()):
         digest.update(str(path.relative_to(HERE)).encode() + b"\0" + path.read_bytes())
@@ -105,6 +106,7 @@ def _processor() -> str:
 
 
 def is_clang() -> bool:
+    """Whether the compiler is a clang."""
     return "clang" in compiler()[1]
 
 
@@ -112,7 +114,7 @@ def _tune() -> list[str]:
     return ["-march=native"] if platform.machine() in ("x86_64", "AMD64") else []
 
 
-def _kernel_flags(mode) -> list[str]:
+def _kernel_flags(mode: str) -> list[str]:
     flags = [*COMMON, *_tune(), *KERNEL[mode], "-w"]
     if mode == "count" and platform.machine() in ("x86_64", "AMD64"):
         flags.append("-mno-red-zone")  # it calls the runtime from inline assembly
@@ -130,19 +132,19 @@ class BuildFailed(Exception):
     """The compiler's messages."""
 
 
-def _run(command, cwd):
+def _run(command: list[str], cwd: str | Path) -> None:
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
     if done.returncode:
         raise BuildFailed(done.stderr)
 
 
-def _publish(made: Path, target: Path):
+def _publish(made: Path, target: Path) -> None:
     """Renames, so that another process never sees half a file."""
     target.parent.mkdir(parents=True, exist_ok=True)
     os.replace(made, target)
 
 
-def _support(mode) -> tuple[Path, list[Path]]:
+def _support(mode: str) -> tuple[Path, list[Path]]:
     """The folder of the forwarding metal_* headers, and the runtime's objects for ``mode``."""
     base = cache_dir() / "emulator" / _fingerprint()
     headers = base / "headers"
@@ -172,7 +174,7 @@ def _support(mode) -> tuple[Path, list[Path]]:
 
 
 def build(unit: str, mode: str) -> Path:
-    """Compiles a complete translation unit into a shared object and returns its path.
+    """Compile a complete translation unit into a shared object and return its path.
 
     Raises:
         BuildFailed: the compiler refuses the unit.
@@ -193,7 +195,7 @@ def build(unit: str, mode: str) -> Path:
     return target
 
 
-def _compile(unit, flags, headers, objects, work) -> Path:
+def _compile(unit: str, flags: list[str], headers: Path, objects: list[Path], work: Path) -> Path:
     source, made = work / "unit.cpp", work / "unit.so"
     source.write_text(unit)
     includes = [f"-I{HERE / 'include'}", f"-I{headers}", f"-I{mlx_include()}"]

@@ -2,16 +2,20 @@
 
 import ctypes
 import re
+import shutil
+import subprocess
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
 from ..fault import KINDS, KernelFault
+from ..rewrite import EMULATOR, LINE_STEP, Unsupported, rewrite
 from ..text import KernelText
 from . import compiler
-from .rewrite import EMULATOR, LINE_STEP, Unsupported, rewrite
 
 MAX_THREADS = 1024
 TEXT_NAME = "kernel.metal"
@@ -96,12 +100,14 @@ def entry_point(text: KernelText) -> str:
 
 @dataclass
 class Result:
-    outputs: list
+    """Of a launch: outputs as numpy arrays, bytes of threadgroup memory, the runtime's counters."""
+
+    outputs: list[np.ndarray]
     shared_bytes: int
-    counters: list
+    counters: list[int]
 
 
-_locks: dict = {}
+_locks: dict[Path, threading.Lock] = {}
 
 
 class Program:
@@ -123,12 +129,14 @@ class Program:
         self.library = ctypes.CDLL(str(self.path))
         self.lock = _locks.setdefault(self.path, threading.Lock())
 
-    def fault(self, kind, message, line=0, thread=None):
+    def fault(
+        self, kind: str, message: str, line: int = 0, thread: tuple[int, ...] | None = None
+    ) -> KernelFault:
         """A KernelFault at a line of the generated text."""
         where = self.text.locate(line % LINE_STEP)
         return KernelFault(kind, self.name, message, thread=thread, **where)
 
-    def _compile_fault(self, messages):
+    def _compile_fault(self, messages: str) -> KernelFault:
         found = re.findall(rf"{re.escape(TEXT_NAME)}:(\d+):\d+: (.*)", messages)
         errors = [(int(n), m) for n, m in found if "error:" in m]
         if errors:
@@ -138,8 +146,16 @@ class Program:
         line = int(found[0][0]) if found else 0
         return self.fault("unsupported", first.split("error:", 1)[-1].strip(), line=line)
 
-    def run(self, arrays, output_shapes, output_dtypes, grid, threadgroup, init_value=None):
-        """Runs the kernel over numpy arrays and returns the outputs as numpy arrays."""
+    def run(
+        self,
+        arrays: Sequence[np.ndarray],
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[mx.Dtype],
+        grid: Sequence[int],
+        threadgroup: Sequence[int],
+        init_value: float | None = None,
+    ) -> Result:
+        """Run the kernel over numpy arrays. Raises KernelFault."""
         outputs = [
             aligned(np.empty(shape, dtype=storage(dtype)))
             for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
@@ -172,12 +188,10 @@ class Program:
             raise self._run_fault(job)
         return Result(outputs, job.shared_bytes, list(job.counters))
 
-    def _run_fault(self, job):
+    def _run_fault(self, job: Launch) -> KernelFault:
         line = job.line
         if not line and job.pc:
-            from .lines import line_of
-
-            line = line_of(self.path, self.library, job.pc, TEXT_NAME)
+            line = _line_of(self.path, self.library, job.pc)
         message = re.sub(
             r"threadgroup variable #(\d+)",
             lambda m: f"threadgroup variable {self.shared_names[int(m.group(1))]}",
@@ -189,7 +203,34 @@ class Program:
         return self.fault(KINDS[job.fault - 1], message, line=line, thread=thread)
 
 
-def aligned(array, bytes=64):
+class _DlInfo(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    ]
+
+
+def _line_of(path: Path, library: ctypes.CDLL, pc: int) -> int:
+    """The innermost line of the kernel's text among the frames inlined at ``pc``, 0 if unknown."""
+    info = _DlInfo()
+    entry = ctypes.cast(library.emu_run, ctypes.c_void_p)
+    found = ctypes.CDLL(None).dladdr(entry, ctypes.byref(info))
+    address = hex(pc - 1 - ((info.base or 0) if found else 0))
+    for name in ("addr2line", "llvm-symbolizer", "llvm-addr2line"):
+        tool = shutil.which(name)
+        if not tool:
+            continue
+        flags = ["--inlines", "-e" if "addr2line" in name else "--obj", str(path), address]
+        said = subprocess.run([tool, *flags], capture_output=True, text=True).stdout
+        lines = re.findall(rf"{re.escape(TEXT_NAME)}:(\d+)", said)
+        if lines:
+            return int(lines[0])
+    return 0
+
+
+def aligned(array: np.ndarray, bytes: int = 64) -> np.ndarray:
     """``array`` itself, or a copy where a vector load could not read it: GPU memory is aligned."""
     if array.ctypes.data % bytes == 0 or not array.flags.c_contiguous:
         return array
@@ -200,7 +241,7 @@ def aligned(array, bytes=64):
     return copy
 
 
-def storage(dtype):
+def storage(dtype: mx.Dtype) -> np.dtype:
     """The numpy dtype that holds an MLX dtype's bytes (bfloat16 as uint16)."""
     return np.dtype(np.uint16) if dtype == mx.bfloat16 else np.dtype(_NUMPY[dtype])
 
@@ -221,21 +262,22 @@ _NUMPY = {
 }
 
 
-def to_numpy(array):
+def to_numpy(array: mx.array) -> np.ndarray:
     """The array's memory as numpy sees it, strides and all."""
     if array.dtype == mx.bfloat16:
         array = array.view(mx.uint16) if array.ndim else array.reshape(1).view(mx.uint16)[0]
     return np.array(array, copy=False)
 
 
-def to_mlx(array, dtype):
+def to_mlx(array: np.ndarray, dtype: mx.Dtype) -> mx.array:
+    """An MLX array of what ``storage(dtype)`` holds."""
     made = mx.array(array)
     if dtype == mx.bfloat16:
         return made.reshape(1).view(dtype).reshape(()) if made.ndim == 0 else made.view(dtype)
     return made
 
 
-def describe(array, source):
+def describe(array: np.ndarray, source: str) -> np.ndarray:
     """The memory behind an input parameter: the array itself, its shape, strides or rank."""
     if source == "input":
         return array
@@ -246,7 +288,7 @@ def describe(array, source):
     return np.array(array.ndim, dtype=np.int32)
 
 
-def extent(array):
+def extent(array: np.ndarray) -> int:
     """Bytes from an array's first element to the end of its last, strides included."""
     if array.size == 0:
         return 0

@@ -1,11 +1,12 @@
-"""`frontend_check`: would Apple's compiler take this text? And what does it declare?"""
+"""``frontend_check``: would Apple's compiler take this text? And what does it declare?"""
 
 import re
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..emulator.rewrite import Dialect, Unsupported, rewrite
+from ..rewrite import Dialect, Unsupported, rewrite
 from ..text import KernelText
 from .clang import compile_text
 from .lint import lint
@@ -25,7 +26,7 @@ class Diagnostic:
     header_line: int | None = None
     text: str = ""
 
-    def __str__(self):
+    def __str__(self) -> str:
         where = ""
         if self.line is not None:
             where = f"line {self.line}: "
@@ -43,10 +44,11 @@ class Report:
 
     @property
     def threadgroup_bytes(self) -> int:
+        """All of them together."""
         return sum(self.threadgroup.values())
 
 
-def _declare(base, name, suffix, _number):
+def _declare(base: str, name: str, suffix: str, _number: int) -> str:
     attribute = f'__attribute__((section("{SECTION}"), used))'
     return f"static {attribute} threadgroup {base} {name}{suffix};"
 
@@ -55,7 +57,7 @@ DIALECT = Dialect(_declare, lambda name: f"metal::emu_make<{name}>")
 
 
 def frontend_check(text: KernelText | str, house_rules: bool = True) -> list[Diagnostic]:
-    """The complaints about a generated text (`MetalKernel.generate`), an empty list if none.
+    """The complaints about a generated text (``MetalKernel.generate``), an empty list if none.
 
     clang compiles it as C++14 with real address spaces, warnings as errors. Beyond that: no double,
     no lambda, no pointer or reference without an address space, threadgroup variables only in the
@@ -70,13 +72,13 @@ def frontend_check(text: KernelText | str, house_rules: bool = True) -> list[Dia
 
 
 def check(text: KernelText | str, house_rules: bool = True) -> Report:
-    """As `frontend_check`, with the sizes of the threadgroup variables."""
+    """As ``frontend_check``, with the sizes of the threadgroup variables."""
     if isinstance(text, str):
         lines = text.count("\n") + 1
         text = KernelText(text, "", (), header_lines=0, source_first=1, source_lines=lines)
     report = Report()
 
-    def add(line, message):
+    def add(line: int, message: str) -> None:
         made = Diagnostic(message, **text.locate(line))
         if made not in report.diagnostics:
             report.diagnostics.append(made)
@@ -103,9 +105,9 @@ def check(text: KernelText | str, house_rules: bool = True) -> Report:
     return report
 
 
-def _read_messages(messages, add):
+def _read_messages(messages: str, add: Callable[[int, str], None]) -> None:
     """Errors in the kernel's text; one in a header is put to the line that led there."""
-    pending = None
+    pending: str | None = None
     for line in messages.split("\n"):
         found = re.match(r"(.*?):(\d+):\d+: (?:fatal )?(error|note): (.*)", line)
         if not found:
@@ -125,9 +127,10 @@ def _read_messages(messages, add):
         add(0, pending)
 
 
-def _sizes(assembly) -> dict[str, int]:
+def _sizes(assembly: str) -> dict[str, int]:
     """Bytes of the variables in the threadgroup section of an assembly listing."""
-    sizes, inside = {}, False
+    sizes: dict[str, int] = {}
+    inside = False
     for line in assembly.split("\n"):
         if re.match(r"\s*\.(section|text|data|bss)\b", line):
             inside = SECTION in line
@@ -137,7 +140,7 @@ def _sizes(assembly) -> dict[str, int]:
     return sizes
 
 
-def _variable(symbol) -> str:
+def _variable(symbol: str) -> str:
     """The name of a local variable, which ends its mangled symbol as E<length><name>[_<number>]."""
     for found in re.finditer(r"E(\d+)", symbol):
         name = symbol[found.end() : found.end() + int(found.group(1))]

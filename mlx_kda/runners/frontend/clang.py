@@ -51,7 +51,7 @@ def find_clang() -> tuple[list[str], str] | None:
     return None
 
 
-def _version(command) -> str:
+def _version(command: list[str]) -> str:
     said = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
     found = re.search(r"clang version (\d+)\.\S*", said)
     return found.group() if found and int(found.group(1)) >= OLDEST else ""

@@ -1,9 +1,10 @@
 """Rules of Metal that clang does not know, checked on the tokens of a text."""
 
 import re
+from collections.abc import Iterator
 from itertools import pairwise
 
-from ..emulator.rewrite import FLOAT, preprocessor_lines, tokens
+from ..rewrite import FLOAT, Token, preprocessor_lines, tokens
 from ..text import KernelText
 
 SPACES = {"device", "constant", "threadgroup", "thread", "threadgroup_imageblock"}
@@ -30,8 +31,8 @@ TYPES |= {"bfloat16_t", "float16_t"}
 BARRIERS = {"threadgroup_barrier", "simdgroup_barrier"}
 
 
-def lint(text: KernelText, house_rules: bool):
-    """Yields (line of the text, complaint)."""
+def lint(text: KernelText, house_rules: bool) -> Iterator[tuple[int, str]]:
+    """(Line of the text, complaint) of each violation."""
     for number, line in enumerate(text.text.split("\n"), 1):
         if not line.isascii():
             yield number, "text that is not ASCII"
@@ -52,12 +53,12 @@ def lint(text: KernelText, house_rules: bool):
         yield from _returns_above_barriers(text, toks)
 
 
-def _lacks_suffix(number):
+def _lacks_suffix(number: str) -> bool:
     found = FLOAT.match(number)
-    return found and not found.group("suffix")
+    return found is not None and not found.group("suffix")
 
 
-def _declared_types(toks):
+def _declared_types(toks: list[Token]) -> set[str]:
     """Names made types by typename, class, struct, using and typedef."""
     found = set()
     for a, b in pairwise(toks):
@@ -66,7 +67,7 @@ def _declared_types(toks):
     return found - {"namespace", "metal", "mlx"}
 
 
-def _starts_lambda(toks, i):
+def _starts_lambda(toks: list[Token], i: int) -> bool:
     before = toks[i - 1] if i else None
     if before is not None and (before.kind in ("name", "number") or before.text in (")", "]", ">")):
         return before.text == "return"
@@ -79,7 +80,7 @@ def _starts_lambda(toks, i):
     return at + 1 < len(toks) and toks[at + 1].text in ("(", "{")
 
 
-def _bare_pointer(toks, i):
+def _bare_pointer(toks: list[Token], i: int) -> bool:
     """Is token i a type, followed by * or &, with no address space in the declaration?"""
     at = i + 1
     if at < len(toks) and toks[at].text == "const":
@@ -108,15 +109,15 @@ def _bare_pointer(toks, i):
     return True
 
 
-def _includes(text):
+def _includes(text: KernelText) -> Iterator[tuple[int, str]]:
     for number, line in enumerate(text.text.split("\n"), 1):
         found = re.match(r"\s*#\s*include\s*[<\"]([^>\"]*)", line)
         if found and not found.group(1).startswith("metal_"):
             yield number, f"{found.group(1)} is not there when MLX compiles a kernel"
 
 
-def _threadgroup_outside(text, toks):
-    """A threadgroup variable outside the kernel: `threadgroup T name [;[,]` in the header."""
+def _threadgroup_outside(text: KernelText, toks: list[Token]) -> Iterator[tuple[int, str]]:
+    """A threadgroup variable outside the kernel: ``threadgroup T name [;[,]`` in the header."""
     for i, token in enumerate(toks):
         if token.text != "threadgroup" or token.line > text.header_lines:
             continue
@@ -129,10 +130,11 @@ def _threadgroup_outside(text, toks):
             yield token.line, "a threadgroup variable outside the kernel's body"
 
 
-def _returns_above_barriers(text, toks):
+def _returns_above_barriers(text: KernelText, toks: list[Token]) -> Iterator[tuple[int, str]]:
     """In every function: a return followed, later in the same function, by a barrier."""
     macros = preprocessor_lines(text.text)
-    depth, functions = 0, []  # functions: (depth of its brace, its returns)
+    depth = 0
+    functions: list[tuple[int, list[Token]]] = []  # (depth of its brace, its returns)
     for i, token in enumerate(toks):
         if token.line in macros:
             continue
@@ -152,7 +154,7 @@ def _returns_above_barriers(text, toks):
             functions[-1][1].clear()
 
 
-def _opens_function(toks, i):
+def _opens_function(toks: list[Token], i: int) -> bool:
     """Does the brace at token i follow a parameter list (and not that of if, for, while...)?"""
     at = i - 1
     while at >= 0 and toks[at].text in ("const", "thread", "device", "threadgroup", "constant"):

@@ -1,9 +1,9 @@
 """The few changes that turn generated Metal text into C++, line for line.
 
-- a variable declared `threadgroup T name[N];` becomes what the dialect makes of it (pointers and
+- a variable declared ``threadgroup T name[N];`` becomes what the dialect makes of it (pointers and
   references to threadgroup memory are left alone);
 - attributes in double brackets are dropped, function constants refused;
-- a floating literal without a suffix is a float in Metal, and `h` and `bf` are suffixes.
+- a floating literal without a suffix is a float in Metal, and ``h`` and ``bf`` are suffixes.
 Anything that is not recognised is left to the compiler, which rejects it, or refused here.
 """
 
@@ -30,7 +30,7 @@ FLOAT = re.compile(
 class Unsupported(Exception):
     """A construct that the rewrite does not know: (message, line of the text)."""
 
-    def __init__(self, message, line):
+    def __init__(self, message: str, line: int):
         super().__init__(message)
         self.message = message
         self.line = line
@@ -43,15 +43,17 @@ class Token:
     line: int
 
 
-def tokens(text) -> list[Token]:
-    result, line = [], 1
+def tokens(text: str) -> list[Token]:
+    """All tokens of the text, spaces and comments included."""
+    result: list[Token] = []
+    line = 1
     for match in TOKEN.finditer(text):
-        result.append(Token(match.lastgroup, match.group(), line))
+        result.append(Token(match.lastgroup or "", match.group(), line))
         line += match.group().count("\n")
     return result
 
 
-def preprocessor_lines(text) -> set[int]:
+def preprocessor_lines(text: str) -> set[int]:
     """The numbers of the lines that belong to a preprocessor directive."""
     lines, inside = set(), False
     for number, line in enumerate(text.split("\n"), 1):
@@ -72,7 +74,7 @@ class Dialect:
     erase: frozenset[str] = frozenset()
 
 
-def _declare_shared(base, name, suffix, number):
+def _declare_shared(base: str, name: str, suffix: str, number: int) -> str:
     kind = f"emu_type_of<{base}{suffix}>"
     return f"{kind}& {name} = emu_shared<{kind}>({number});"
 
@@ -85,7 +87,7 @@ VECTOR = re.compile(
 )
 
 
-def _number(token) -> str:
+def _number(token: Token) -> str:
     match = FLOAT.match(token.text)
     if not match:
         return token.text
@@ -102,23 +104,23 @@ def _number(token) -> str:
 class _Shared:
     """Finds and rewrites declarations of threadgroup variables."""
 
-    def __init__(self, toks, dialect):
+    def __init__(self, toks: list[Token], dialect: Dialect):
         self.toks = toks
         self.dialect = dialect
         self.count = 0
-        self.names = []
+        self.names: list[str] = []
 
-    def _next(self, i):
+    def _next(self, i: int) -> int:
         i += 1
         while i < len(self.toks) and self.toks[i].kind in ("space", "comment"):
             i += 1
         return i
 
-    def is_call(self, i):
+    def is_call(self, i: int) -> bool:
         at = self._next(i)
         return at < len(self.toks) and self.toks[at].text == "("
 
-    def _closing(self, i, opening, closing):
+    def _closing(self, i: int, opening: str, closing: str) -> int:
         depth = 0
         while i < len(self.toks):
             if self.toks[i].text == opening:
@@ -130,7 +132,7 @@ class _Shared:
             i += 1
         return i
 
-    def _type(self, i):
+    def _type(self, i: int) -> int | None:
         """The end (exclusive) of the type that starts at token i, or None."""
         words, last = 0, i
         while i < len(self.toks):
@@ -150,14 +152,15 @@ class _Shared:
             i = self._next(i)
         return None
 
-    def declaration(self, i):
+    def declaration(self, i: int) -> tuple[int, str] | None:
         """(end, replacement) for a declaration whose `threadgroup` is token i, else None."""
         first = self._next(i)
         end = self._type(first)
         if end is None or end >= len(self.toks) or self.toks[end].kind != "name":
             return None
         base = "".join(t.text for t in self.toks[first:end] if t.kind != "comment").strip()
-        out, at = [], end
+        out: list[str] = []
+        at = end
         while True:
             name = self.toks[at]
             if name.kind != "name":
@@ -196,7 +199,7 @@ MEETING = re.compile(r"(simd|quad|simdgroup)_\w+\Z|threadgroup_barrier\Z")
 class _Meetings:
     """Writes #line directives in front of the second and later meeting points of a line."""
 
-    def __init__(self, text, file):
+    def __init__(self, text: str, file: str | None):
         self.file = file
         self.macros = preprocessor_lines(text)
         self.names = set(re.findall(r"^\s*#\s*define\s+(\w+)", text, re.M))
@@ -204,13 +207,13 @@ class _Meetings:
         self.seen: dict[int, int] = {}
         self.moved = False
 
-    def parenthesis(self, token, name):
+    def parenthesis(self, token: Token, name: str) -> None:
         if token.text == "(":
             self.parentheses.append(name in self.names)
         elif token.text == ")" and self.parentheses:
             self.parentheses.pop()
 
-    def before(self, token, is_call) -> str:
+    def before(self, token: Token, is_call: bool) -> str:
         if not (self.file and is_call and MEETING.match(token.text)):
             return ""
         if token.line in self.macros or any(self.parentheses):
@@ -221,7 +224,7 @@ class _Meetings:
         self.moved = True
         return f'\n#line {nth * LINE_STEP + token.line} "{self.file}"\n'
 
-    def newline(self, token) -> str:
+    def newline(self, token: Token) -> str:
         """The token, with the numbering put right behind its first newline if it was moved."""
         if not self.moved or "\n" not in token.text:
             return token.text
@@ -232,11 +235,13 @@ class _Meetings:
 
 @dataclass
 class Rewritten:
+    """C++ with the lines of the Metal text, and its threadgroup variables by number."""
+
     text: str
     shared_names: list[str]
 
 
-def rewrite(text, dialect, file=None) -> Rewritten:
+def rewrite(text: str, dialect: Dialect, file: str | None = None) -> Rewritten:
     """C++ with the same lines as ``text``, and the names of its threadgroup variables by number.
 
     With a ``file`` name, lines with several SIMD operations number them (see LINE_STEP).
@@ -247,7 +252,8 @@ def rewrite(text, dialect, file=None) -> Rewritten:
     toks = tokens(text)
     shared = _Shared(toks, dialect)
     meetings = _Meetings(text, file)
-    out, i = [], 0
+    out: list[str] = []
+    i = 0
     while i < len(toks):
         token = toks[i]
         meetings.parenthesis(token, toks[i - 1].text if i else "")
