@@ -9,9 +9,10 @@ commands: /help.
 import argparse
 from typing import TYPE_CHECKING
 
-from . import checks, loading, output, parsing
-from .options import add_memory, add_sampling, sampling_options
-from .session_file import Keeper
+from ..cache.header import check_session
+from . import loading, options, output
+from .options import add_memory, add_model, add_option, add_sampling, sampling_options
+from .session_file import Keeper, check_session_file
 from .signals import ending
 
 if TYPE_CHECKING:
@@ -27,26 +28,26 @@ EXAMPLE = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model",
+    add_model(
+        parser,
         nargs="?",
-        metavar="MODEL",
         help="folder or hub id of a checkpoint (default: examples/tiny-kimi-linear of this "
         "project's repository, converted to 4 bits the first time)",
     )
-    parser.add_argument("--system", type=parsing.text, metavar="TEXT", help="a system message")
-    parser.add_argument(
+    add_option(parser, "--system", "TEXT", options.utf8_text, "system message")
+    add_option(
+        parser,
         "--resume",
-        type=parsing.name,
-        metavar="FILE",
-        help="go on with the session of this file, and leave the file alone",
+        "FILE",
+        options.file_name,
+        "continue the session in this file, without changing the file",
     )
-    parser.add_argument(
+    add_option(
+        parser,
         "--session",
-        type=parsing.name,
-        metavar="FILE",
-        help="keep the session in this file, saved now and then and at the end; one that exists "
-        "goes on",
+        "FILE",
+        options.file_name,
+        "continue the session in this file, or start one; it is saved now and then, and at the end",
     )
     add_memory(parser)
     add_sampling(parser)
@@ -54,9 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.model is not None:
-        checks.checkpoint(args.model)
-    checks.session_file(args.session)
-    checks.session(args.resume)
+        loading.check_model(args.model)
+    check_session_file(args.session)
+    if args.resume is not None:
+        check_session(args.resume)
     with Keeper(args.session) as keeper:
         return _talk(args, keeper)
 
@@ -65,7 +67,7 @@ def _talk(args: argparse.Namespace, keeper: Keeper) -> int:
     """The conversation, to its end; the exit status."""
     if args.model is None:
         args.model = _small_model()
-    args.model = loading.locate(args.model)
+    args.model = loading.local_folder(args.model)
 
     from .chat_commands import Talk
     from .terminal import Terminal
@@ -103,7 +105,6 @@ def _small_model() -> str:
 
 def _session(args: argparse.Namespace, source: str | None) -> "Session":
     """The session of a file, or a new one; what does not need the weights is checked before."""
-    from ..session import Session
     from ..tokenizer import load_tokenizer
     from ..transcript import chat_ids
 
@@ -111,13 +112,4 @@ def _session(args: argparse.Namespace, source: str | None) -> "Session":
     tokenizer = load_tokenizer(args.model)
     chat_ids(tokenizer, [{"role": "user", "content": ""}])  # refuses a model without a template
     model = loading.load_model(args.model)
-    loading.note_policy(model.args, args.policy)
-    if source is not None:
-        return loading.load_session(args, source, model, tokenizer)
-    return Session(
-        model,
-        tokenizer,
-        args.policy or "exact",
-        system=args.system,
-        prefill_step=args.prefill_step,
-    )
+    return loading.open_session(args, model, tokenizer, source)

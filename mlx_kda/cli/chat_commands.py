@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import UserError
 from ..format import size
 from . import output, reports
-from .options import add_sampling
-from .parsing import Parser
+from .options import Parser, add_sampling
 from .session_file import Keeper
 from .signals import Stopped, stopping
 

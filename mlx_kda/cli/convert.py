@@ -10,8 +10,8 @@ import re
 
 from ..errors import UserError
 from ..weights.folders import HUB_ID
-from . import checks, output, parsing
-from .options import BITS
+from . import loading, options, output
+from .options import BITS, add_json, add_option, add_revision
 from .signals import ending
 
 SUMMARY = "convert a Hugging Face checkpoint to MLX"
@@ -29,49 +29,53 @@ UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="folder or hub id of the checkpoint")
     parser.add_argument(
-        "out", type=parsing.name, metavar="OUT", help="folder to write; it must not exist"
+        "out", type=options.file_name, metavar="OUT", help="folder to write; it must not exist"
     )
-    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub id")
-    parser.add_argument("--plan", action="store_true", help="say what it takes, convert nothing")
-    parser.add_argument("--resume", action="store_true", help="go on with an unfinished conversion")
+    add_revision(parser)
+    parser.add_argument("--plan", action="store_true", help="report what it takes, write nothing")
+    parser.add_argument("--resume", action="store_true", help="continue an unfinished conversion")
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace OUT, and an unfinished conversion to it"
+        "--overwrite", action="store_true", help="replace OUT, and any unfinished conversion to it"
     )
-    parser.add_argument(
+    add_option(
+        parser,
         "--shard-size",
-        type=byte_size,
-        default=5 * 10**9,
-        metavar="SIZE",
-        help="bytes of a weight file at most, as in 500M or 5G (default: 5G)",
+        "SIZE",
+        byte_size,
+        "largest weight file, as in 500M or 5G (default: 5G)",
+        5 * 10**9,
     )
     parser.add_argument("--upload-repo", metavar="OWNER/NAME", help="then upload OUT to the hub")
-    parser.add_argument("--json", action="store_true", help="the report as one JSON object")
+    add_json(parser, "print the report as one JSON object")
 
     recipe = parser.add_argument_group("recipe")
     recipe.add_argument(
         "--dtype",
         choices=("float32", "float16", "bfloat16", "fp32", "fp16", "bf16"),
-        help="what weights that are not quantised are stored in; gates and router bias stay "
-        "float32 (default: the checkpoint's)",
+        help="dtype of the weights that are not quantised, except gates and router bias, which "
+        "stay float32 (default: the checkpoint's)",
     )
-    recipe.add_argument(
+    add_option(
+        recipe,
         "--q-bits",
-        type=parsing.one_of(*BITS),
-        metavar="N",
-        help="quantise to N bits, 2, 3, 4, 5, 6 or 8, but for norms, convolutions and the gate "
-        "path (under 1 %% of a large model); the router gets at least 8 (default: no quantising)",
+        "N",
+        options.one_of(*BITS),
+        "quantise to N bits: 2, 3, 4, 5, 6 or 8. Norms, convolutions and the gate path (under "
+        "1 %% of a large model) are not quantised, the router gets at least 8 bits (default: no "
+        "quantisation)",
     )
-    recipe.add_argument(
+    add_option(
+        recipe,
         "--q-group-size",
-        type=parsing.one_of(16, 32, 64, 128),
-        metavar="N",
-        help="weights that share a scale: 16, 32, 64 or 128 (default: the mode's own)",
+        "N",
+        options.one_of(16, 32, 64, 128),
+        "weights that share a scale: 16, 32, 64 or 128 (default: the mode's own)",
     )
     recipe.add_argument(
         "--q-mode",
         choices=("affine", "mxfp4", "mxfp8", "nvfp4"),
         default="affine",
-        help="form of the quantised weights; mxfp4 and nvfp4 have 4 bits, mxfp8 has 8 "
+        help="format of the quantised weights; mxfp4 and nvfp4 have 4 bits, mxfp8 has 8 "
         "(default: affine)",
     )
     recipe.add_argument(
@@ -79,15 +83,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PATTERN=HOW",
-        help="for weights whose path ends like PATTERN (with *): BITS,GROUP[,MODE] or keep; "
-        "may be repeated, a later one goes before an earlier one",
+        help="for weights whose path ends with PATTERN, which may hold *: BITS,GROUP[,MODE] or "
+        "keep; may be repeated, the last rule that matches wins",
     )
-    recipe.add_argument(
+    add_option(
+        recipe,
         "--target-bpw",
-        type=parsing.number(float, 2, 16),
-        metavar="X",
-        help="X stored bits a weight in all, 2 to 16, spent where they do most for the "
-        "predictions, the gate path included (docs/quality.md has what that brings)",
+        "X",
+        options.number(float, 2, 16),
+        "average bits per weight, 2 to 16, gate path included, spent where they change the "
+        "predictions most (results in docs/quality.md)",
     )
     recipe.add_argument(
         "--dequantize", action="store_true", help="unpack a source that is quantised"
@@ -104,7 +109,7 @@ def byte_size(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    checks.folder(args.source)
+    loading.check_folder(args.source)
     if args.q_mode != "affine" and args.q_bits is None and args.target_bpw is None:
         args.q_bits = 8 if args.q_mode == "mxfp8" else 4  # its only choice
     if args.q_group_size is not None and args.q_bits is None and args.target_bpw is None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..format import size
-from . import checks, loading, output, parsing, reports
-from .options import BITS, POLICY
+from . import loading, options, output, reports
+from .options import BITS, add_option, add_policy
 from .signals import ending
 
 if TYPE_CHECKING:
@@ -33,45 +33,30 @@ SHOWN = 512  # tokens of the long text between two lines about how it is read
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
-        type=parsing.name,
+        type=options.file_name,
         nargs="?",
         metavar="SRC",
         help="folder of a checkpoint (default: examples/tiny-kimi-linear)",
     )
-    parser.add_argument(
-        "--q-bits",
-        type=parsing.one_of(*BITS),
-        default=4,
-        metavar="N",
-        help="quantise to N bits: 2, 3, 4, 5, 6 or 8 (default: 4)",
-    )
-    parser.add_argument(
-        "--max-tokens",
-        type=parsing.number(int, 1),
-        default=40,
-        metavar="N",
-        help="tokens of an answer at most (default: 40)",
-    )
-    parser.add_argument(
+    count, bits = options.number(int, 1), options.one_of(*BITS)
+    add_option(parser, "--q-bits", "N", bits, "bits of the quantised weights (default: 4)", 4)
+    add_option(parser, "--max-tokens", "N", count, "most tokens of an answer (default: 40)", 40)
+    add_option(
+        parser,
         "--tokens",
-        type=parsing.number(int, 64),
-        default=2048,
-        metavar="N",
-        help="tokens of the text that hides the pass key (default: 2048)",
+        "N",
+        options.number(int, 64),
+        "tokens of the long prompt that hides the pass key (default: 2048)",
+        2048,
     )
-    parser.add_argument(
-        "--policy",
-        type=parsing.policy,
-        metavar="P",
-        help=f"{POLICY} (default: exact)",
-    )
+    add_policy(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from ..demo import find_checkpoint, scratch_folder
 
     source = find_checkpoint(args.source)
-    config = checks.checkpoint(args.source or str(source))
+    config = loading.check_model(args.source or str(source))
     if config is not None:
         loading.note_policy(config, args.policy)
 

@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import UserError
 from ..runners import RUNNERS
 from . import loading
-from .parsing import number
+from .options import add_json, add_model, add_option, number
 
 SUMMARY = "check the kernels on this machine"
 # "ops" is for models only, and counting checks nothing.
@@ -20,29 +20,23 @@ EXAMPLE = "mlx-kda doctor kimi-4bit\n  mlx-kda doctor --runner emulator-fast"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="folder or hub id of a checkpoint"
-    )
+    add_model(parser, nargs="?")
     parser.add_argument(
         "--runner",
         choices=CHOICES,
         default="auto",
         metavar="NAME",
-        help="metal, cuda, emulator (checked, slow), emulator-fast or ops (default: what a model "
-        "would use here)",
+        help="metal, cuda, emulator (with checks, slow), emulator-fast or ops (default: what a "
+        "model would use here)",
     )
-    parser.add_argument(
-        "--heads",
-        type=number(int, 1, 1024),
-        metavar="H",
-        help="heads to check without MODEL (default: 32)",
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    heads = number(int, 1, 1024)
+    add_option(parser, "--heads", "H", heads, "heads to check without MODEL (default: 32)")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.model is not None:
-        args.model = loading.locate(args.model)
+        args.model = loading.local_folder(args.model)
 
     from .. import doctor
     from ..attention import resolve

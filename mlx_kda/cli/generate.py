@@ -11,9 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
-from . import checks, loading, output, parsing, reports
-from .options import add_memory, add_sampling, sampling_options
-from .session_file import Keeper
+from . import loading, options, output, reports
+from .options import (
+    add_json,
+    add_memory,
+    add_model,
+    add_option,
+    add_sampling,
+    sampling_options,
+)
+from .session_file import Keeper, check_session_file
 from .signals import Stopped, stopping
 
 if TYPE_CHECKING:
@@ -32,43 +39,41 @@ EXAMPLE = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="folder or hub id of a checkpoint")
+    add_model(parser)
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
         "--prompt",
         "-p",
-        type=parsing.text,
+        type=options.utf8_text,
         metavar="TEXT",
-        help="the prompt; - is standard input",
+        help="the prompt; - reads standard input",
     )
-    source.add_argument(
+    add_option(
+        source,
         "--prompt-file",
-        type=parsing.name,
-        metavar="FILE",
-        help="the prompt from a file in UTF-8; - is standard input",
+        "FILE",
+        options.file_name,
+        "file with the prompt, in UTF-8; - reads standard input",
+    )
+    add_option(parser, "--system", "TEXT", options.utf8_text, "system message")
+    parser.add_argument(
+        "--raw", action="store_true", help="continue the prompt as it is, without a chat template"
     )
     parser.add_argument(
-        "--system", type=parsing.text, metavar="TEXT", help="a system message before the prompt"
+        "--ignore-eos", action="store_true", help="generate --max-tokens, past end tokens"
     )
-    parser.add_argument(
-        "--raw", action="store_true", help="no chat template: go on from the text as it stands"
-    )
-    parser.add_argument(
-        "--ignore-eos", action="store_true", help="run to --max-tokens past the end tokens"
-    )
-    parser.add_argument(
+    add_option(
+        parser,
         "--session",
-        type=parsing.name,
-        metavar="FILE",
-        help="keep the session in this file; one that exists goes on, and with no new prompt from "
-        "its last token",
+        "FILE",
+        options.file_name,
+        "continue the session in this file, or start one, and save it; without a prompt a session "
+        "continues from its last token",
     )
     parser.add_argument(
-        "--stats", action="store_true", help="tokens/s and memory on standard error"
+        "--stats", action="store_true", help="print tokens/s and memory on standard error"
     )
-    parser.add_argument(
-        "--json", action="store_true", help="one JSON object with text, tokens and statistics"
-    )
+    add_json(parser, "print one JSON object with text, tokens and statistics")
     add_memory(parser)
     add_sampling(parser)
 
@@ -76,8 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.raw and args.system is not None:
         raise UserError("--system needs the chat template, which --raw leaves out: drop one")
-    checks.checkpoint(args.model)
-    exists = checks.session_file(args.session)
+    loading.check_model(args.model)
+    exists = check_session_file(args.session)
     prompt = _read_prompt(args)
     if prompt is None and not exists:
         raise UserError("no prompt: give --prompt TEXT, --prompt-file FILE or text on a pipe")
@@ -89,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _generate(args: argparse.Namespace, prompt: str | None, keeper: Keeper) -> int:
     """Answer or go on, and keep the session; the exit status."""
-    args.model = loading.locate(args.model)
+    args.model = loading.local_folder(args.model)
 
     from ..generate import Statistics
 
@@ -131,12 +136,11 @@ def _generate(args: argparse.Namespace, prompt: str | None, keeper: Keeper) -> i
 
 def _open(args: argparse.Namespace, prompt: str | None, exists: bool) -> "Session":
     """The session of the file, if it ``exists``, or a new one, once it is known to fit."""
-    from ..session import Session
     from ..tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(args.model)
     ids = tokenizer.encode(prompt or "")
-    limit = checks.checkpoint(args.model).model_max_length
+    limit = loading.check_model(args.model).model_max_length
     if len(ids) > limit:  # known before the weights are read
         raise UserError(
             f"the prompt of {len(ids):,} tokens is longer than the model's context of {limit:,}: "
@@ -144,21 +148,13 @@ def _open(args: argparse.Namespace, prompt: str | None, exists: bool) -> "Sessio
         )
     loading.check_memory(args, len(ids) + args.max_tokens, args.policy)
     model = loading.load_model(args.model)
-    loading.note_policy(model.args, args.policy)
+    more = {} if args.session is not None else {"checkpoint_bytes": 0}
+    file = args.session if exists else None
+    session = loading.open_session(args, model, tokenizer, file, **more)
     if exists:
-        session = loading.load_session(args, args.session, model, tokenizer)
         tokens = len(session.context.tokens) + len(ids) + args.max_tokens
         loading.check_memory(args, tokens, session.policy)
-        return session
-    keep = {} if args.session is not None else {"checkpoint_bytes": 0}
-    return Session(
-        model,
-        tokenizer,
-        args.policy or "exact",
-        system=args.system,
-        prefill_step=args.prefill_step,
-        **keep,
-    )
+    return session
 
 
 def _start(
@@ -171,13 +167,13 @@ def _start(
     """The prompt's ids, and the pieces to come."""
     from ..generate import encode_prompt, stream_generate
 
-    options = {
+    sampling = {
         **sampling_options(args, session.context.model),
         "stop_ids": () if args.ignore_eos else None,
         "statistics": statistics,
     }
     if prompt is None:
-        return [], session.generate(**options)
+        return [], session.generate(**sampling)
     if args.raw:
         ids = encode_prompt(session.tokenizer, prompt)
         return ids, stream_generate(
@@ -188,12 +184,12 @@ def _start(
             prefill_step=args.prefill_step,
             every=session.checkpoint_every,
             progress=progress,
-            **options,
+            **sampling,
         )
     messages = [*session.messages, {"role": "user", "content": prompt}]
     if len(messages) > 2 and messages[-2]["content"] == "" and messages[-3] == messages[-1]:
         messages = messages[:-2]  # a run before was interrupted while it read this very prompt
-    pieces = session.send(messages, progress=progress, **options)
+    pieces = session.send(messages, progress=progress, **sampling)
     return session.transcript.ids, pieces
 
 

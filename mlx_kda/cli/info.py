@@ -14,9 +14,9 @@ from ..format import size
 from ..models import family, read_config
 from ..weights.folders import find_folder
 from ..weights.folders import read_config as read_json
-from . import loading, parsing, reports
-from .options import LARGEST, POLICY
-from .tables import print_table
+from . import loading, reports
+from .options import add_context, add_json, add_model, add_policy
+from .output import print_table
 
 SUMMARY = "what a checkpoint is and takes"
 EXAMPLE = (
@@ -30,24 +30,10 @@ CONTEXTS = {"8K": 8 * 1024, "128K": 128 * 1024, "1M": 1024 * 1024}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", metavar="MODEL", help="folder of a checkpoint, which need not be able to run"
-    )
-    parser.add_argument(
-        "--policy",
-        type=parsing.policy,
-        default=Policy(),
-        metavar="P",
-        help=f"{POLICY} (default: exact)",
-    )
-    parser.add_argument(
-        "--context",
-        type=parsing.number(int, 1, LARGEST),
-        default=CONTEXTS["128K"],
-        metavar="N",
-        help="tokens to count the bytes of each layer's cache for (default: 131072)",
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    add_model(parser, help="folder of a checkpoint, supported or not")
+    add_policy(parser)
+    add_context(parser, "tokens at which each layer's cache is measured")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{args.model}: no such folder; info reads local folders")
     raw = read_json(folder)
     family(raw)
-    report = describe(folder, args.policy, args.context)
+    report = describe(folder, args.policy or "exact", args.context)
     if args.json:
         report.pop("cache_lines", None)  # the same in words
         print(json.dumps(report, ensure_ascii=False))

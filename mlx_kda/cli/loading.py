@@ -1,33 +1,97 @@
-"""A command's model, tokenizer and session, and whether what is asked of them can fit."""
+"""The checkpoints that commands are given: whether they can run, fit the memory, and the model.
+
+What the names, the config and the file headers tell is checked before MLX is imported.
+"""
 
 import argparse
+import os
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
-from . import checks
+from ..models import read_config as parse_config
+from ..weights.folders import find_folder, read_config, refuse_without_weights
 from .output import note, status
 
 if TYPE_CHECKING:
     from ..cache import Policy
+    from ..session import Session
 
 
-def locate(path: str) -> str:
-    """The folder of a checkpoint that can run: the one named, or where a hub id was downloaded."""
-    if checks.checkpoint(path) is not None:
-        return path
-    from ..weights.source import open_source
-
-    folder = str(open_source(path).folder)
-    checks.checkpoint(folder)
-    return folder
+def check_folder(path: str) -> None:
+    """Raise UserError for what is neither a folder with a config.json nor a hub id."""
+    folder = find_folder(path)
+    if folder is not None:
+        read_config(folder)
 
 
-def running(path: str) -> tuple[Any, int, str]:
-    """Config, bytes of weights, and the dtype it computes in, of a checkpoint that can run.
+def check_model(path: str) -> Any:
+    """The config of a folder that can run; None for a hub id, about which nothing is known yet.
 
-    Of a hub id the small files and the headers are fetched, no weights.
+    Raises UserError for what is neither a folder nor a hub id, and CheckpointError for a folder
+    whose config.json is missing, damaged or not supported, or that holds no weights.
+    """
+    folder = find_folder(path)
+    if folder is None:
+        return None
+    config = parse_config(read_config(folder))
+    if next(folder.glob("*.safetensors"), None) is None:
+        refuse_without_weights(folder)
+    return config
+
+
+def check_writable(path: str | None, option: str) -> None:
+    """Raise UserError if a file that is written at the end cannot be written."""
+    if path is None:
+        return
+    if not path.strip():
+        raise UserError(f"{option}: the name is empty")
+    file = Path(path).absolute()
+    if file.is_dir():
+        raise UserError(f"{option} {path} is a folder: name a file")
+    if not file.parent.is_dir():
+        raise UserError(f"{option} {path}: the folder {file.parent} does not exist")
+    if not os.access(file.parent, os.W_OK):
+        raise UserError(f"{option} {path}: the folder {file.parent} is not writable")
+
+
+def check_context(config: Any, tokens: int) -> None:
+    """Raise UserError for more tokens than the model was made for."""
+    if tokens > config.model_max_length:
+        raise UserError(
+            f"{tokens:,} tokens are more than the model's context of "
+            f"{config.model_max_length:,}: lower --context"
+        )
+
+
+def check_memory(args: argparse.Namespace, tokens: int, policy: "Policy | None") -> None:
+    """Raise UserError if so many tokens cannot fit, unless --force was given."""
+    from .. import plan
+
+    config, weights, dtype = describe_source(args.model)
+    tokens = min(tokens, config.model_max_length)
+    wanted = plan.need(
+        config, weights, plan.FLOATS[dtype], tokens, policy or "exact", args.prefill_step
+    )
+    if not args.force:
+        plan.check(wanted)
+
+
+def note_policy(config: Any, policy: "Policy | None") -> None:
+    """Print a note if the model has no layer that the policy could change."""
+    if policy is not None and not policy.exact and "mla" not in config.layer_types:
+        note(
+            f"policy {policy} changes nothing here: this model has KDA layers only, whose cache "
+            "does not grow"
+        )
+
+
+def describe_source(path: str) -> tuple[Any, int, str]:
+    """(config, bytes of weights, dtype it computes in) of a checkpoint that can run.
+
+    Of a hub id only the small files and the headers are downloaded, no weights.
     """
     from ..models import map_checkpoint
     from ..plan import activation_dtype
@@ -42,39 +106,19 @@ def running(path: str) -> tuple[Any, int, str]:
     return config, source.nbytes, activation_dtype(dtypes)
 
 
-def note_policy(config: Any, policy: "Policy | None") -> None:
-    """Say that a policy changes nothing, where a model has no layer that it could change."""
-    if policy is not None and not policy.exact and "mla" not in config.layer_types:
-        note(
-            f"policy {policy} changes nothing here: this model has KDA layers only, whose cache "
-            "does not grow"
-        )
+def local_folder(path: str) -> str:
+    """The folder of a checkpoint that can run: as given, or where a hub id was downloaded to."""
+    if check_model(path) is not None:
+        return path
+    from ..weights.source import open_source
 
-
-def check_context(config: Any, tokens: int) -> None:
-    """Raise UserError for more tokens than the model was made for."""
-    if tokens > config.model_max_length:
-        raise UserError(
-            f"{tokens:,} tokens are more than the model's context of "
-            f"{config.model_max_length:,}: lower --context"
-        )
-
-
-def check_memory(args: argparse.Namespace, tokens: int, policy: "Policy | None") -> None:
-    """Raise UserError where a text of so many tokens cannot fit, unless --force was given."""
-    from .. import plan
-
-    config, weights, dtype = running(args.model)
-    tokens = min(tokens, config.model_max_length)
-    wanted = plan.need(
-        config, weights, plan.FLOATS[dtype], tokens, policy or "exact", args.prefill_step
-    )
-    if not args.force:
-        plan.check(wanted)
+    folder = str(open_source(path).folder)
+    check_model(folder)
+    return folder
 
 
 def load_model(folder: str) -> Any:
-    """The model of a folder, with a word on standard error meanwhile."""
+    """The model of a folder, with a spinner on standard error while it loads."""
     import mlx.core as mx
 
     from ..models import load_model as load
@@ -82,7 +126,7 @@ def load_model(folder: str) -> Any:
     with status(f"loading {folder}"):
         model = load(folder)
     if sys.stderr.isatty() and mx.default_device() == mx.cpu and model.model.dtype.size == 2:
-        note("computing in 16 bits, at which MLX is slow on a CPU: convert with --dtype float32")
+        note("computing in 16 bits, which MLX does slowly on a CPU: convert with --dtype float32")
     limit = mx.device_info(mx.default_device()).get("max_recommended_working_set_size")
     if mx.metal.is_available() and limit:  # a Mac's CPU has no such limit
         # Weights kept resident: without it macOS may page them out between two tokens.
@@ -90,11 +134,20 @@ def load_model(folder: str) -> Any:
     return model
 
 
-def load_session(args: argparse.Namespace, path: str, model: Any, tokenizer: Any) -> Any:
-    """The session of a file; UserError where the command asks for another than it is."""
+def open_session(
+    args: argparse.Namespace, model: Any, tokenizer: Any, path: str | None, **options: Any
+) -> "Session":
+    """The session of a file, or a new one if ``path`` is None.
+
+    Raises UserError if the command line asks for another policy or system message than the file's.
+    """
     from ..session import Session
 
-    session = Session.load(path, model, tokenizer, prefill_step=args.prefill_step)
+    note_policy(model.args, args.policy)
+    options["prefill_step"] = args.prefill_step
+    if path is None:
+        return Session(model, tokenizer, args.policy or "exact", system=args.system, **options)
+    session = Session.load(path, model, tokenizer, **options)
     if args.policy is not None and args.policy != session.policy:
         raise UserError(
             f"{path} was saved under the policy {session.policy}, not {args.policy}: leave out "
@@ -102,6 +155,6 @@ def load_session(args: argparse.Namespace, path: str, model: Any, tokenizer: Any
         )
     if args.system is not None and args.system != session.system:
         raise UserError(
-            f"{path} has another system message: leave --system out, or name another file"
+            f"{path} has another system message: leave out --system, or name another file"
         )
     return session

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import UserError
+from .options import Parser
 from .output import note, prepare_output
-from .parsing import Parser
 from .signals import one_interrupt
 
 COMMANDS = ("convert", "verify", "plan", "generate", "chat", "info", "bench", "doctor", "demo")

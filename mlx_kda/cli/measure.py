@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import write_text
-from . import checks, parsing
+from . import loading, options
 from .benchmarks import BENCHMARKS, LONGEST, Benchmark, Promise
 from .output import note
 from .signals import ending
@@ -58,14 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     everything.add_argument(
         "--budget",
-        type=parsing.number(float, 0.1, LONGEST),
+        type=options.number(float, 0.1, LONGEST),
         default=10.0,
         metavar="S",
         help="seconds a candidate and size may take, but for three samples (default: 10)",
     )
     everything.add_argument(
         "--tokens",
-        type=parsing.numbers,
+        type=options.numbers,
         default=[1, 64, 512, 2048],
         metavar="T,T",
         help="tokens of op (default: 1,64,512,2048)",
@@ -101,11 +101,11 @@ def _run(args: argparse.Namespace) -> int:
         return 0
     command = _command(args)
     if args.kind == "all":
-        checks.writable(args.report, "--report")
+        loading.check_writable(args.report, "--report")
         if args.model is not None:
-            checks.checkpoint(args.model)
+            loading.check_model(args.model)
         if args.source is not None:
-            checks.folder(args.source)
+            loading.check_folder(args.source)
 
         from .benchmarks import page
 
@@ -115,7 +115,7 @@ def _run(args: argparse.Namespace) -> int:
 
     benchmark = BENCHMARKS[args.kind]
     report = getattr(args, "report", None)
-    checks.writable(report, "--report")
+    loading.check_writable(report, "--report")
 
     @cache
     def about() -> dict[str, Any]:

@@ -1,14 +1,17 @@
 """What a person sees: lines on standard error, a model's text, spinners and bars on a terminal."""
 
 import contextlib
+import io
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TextIO
 
 SHORT = 128  # units of work that need no bar
 NARROW = 60  # columns in which bar, rate and time left have no room beside the counts
+UNBOUNDED = 100_000  # columns of a table in a pipe or a file
+GAP = 2  # columns between two cells
 # What a model writes must not drive the terminal: control characters but tab and newline.
 _CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
@@ -134,3 +137,46 @@ def progress(label: str, *, unit: str = "tokens") -> Iterator[Callable[[int, int
         yield update
     finally:
         bar.stop()
+
+
+def print_table(
+    rows: Sequence[Sequence[str]], head: Sequence[str] = (), right: Collection[str] = ()
+) -> None:
+    """Print cells in columns, without styles and without trailing blanks.
+
+    Args:
+        rows: the cells, as text.
+        head: the columns' headings; () for none.
+        right: the headings of the columns that are set to the right.
+
+    No cell is ever cut: on a terminal it is folded between words, and where some word is wider than
+    its column could be, a table with headings is printed cell by cell.
+    """
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.table import Table
+
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else UNBOUNDED
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), show_header=bool(head))
+    for name in head or rows[0]:
+        justify = "right" if name in right else "left"
+        table.add_column(name if head else "", justify=justify, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    laid_out = io.StringIO()
+    console = Console(
+        file=laid_out, width=width, color_system=None, markup=False, emoji=False, highlight=False
+    )
+    unbounded = console.options.update(max_width=UNBOUNDED)
+    if head and Measurement.get(console, unbounded, table).minimum > width:
+        lines = [line for row in rows for line in _one_by_one(row, head)]
+    else:
+        console.print(table)
+        lines = laid_out.getvalue().rstrip("\n").split("\n")
+    print("\n".join(line.rstrip() for line in lines), flush=True)
+
+
+def _one_by_one(row: Sequence[str], head: Sequence[str]) -> list[str]:
+    """A row's cells, a line each, with what they are."""
+    named = [f"{name}: {cell}" if name else cell for name, cell in zip(head, row, strict=True)]
+    return [named[0], *(f"  {cell}" for cell in named[1:])]

@@ -9,9 +9,9 @@ import json
 from typing import Any
 
 from ..format import size
-from . import checks, loading, output, parsing
-from .options import LARGEST, POLICY, add_prefill_step
-from .tables import print_table
+from . import loading, output
+from .options import add_context, add_json, add_model, add_policy, add_prefill_step
+from .output import print_table
 
 SUMMARY = "what a model takes at a context, before it runs"
 EXAMPLE = (
@@ -21,27 +21,20 @@ EXAMPLE = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="folder or hub id of a checkpoint")
-    parser.add_argument(
-        "--context",
-        type=parsing.number(int, 1, LARGEST),
-        default=131072,
-        metavar="N",
-        help="tokens of prompt and answer (default: 131072)",
-    )
-    parser.add_argument(
-        "--policy",
-        type=parsing.policy,
+    add_model(parser)
+    add_context(parser, "tokens of prompt and answer")
+    add_policy(
+        parser,
+        "a cache policy to show, may be repeated: ",
+        default="the usual ones",
         action="append",
-        metavar="P",
-        help=f"a cache policy to show instead of the usual ones; may be repeated; {POLICY}",
     )
     add_prefill_step(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    config = checks.checkpoint(args.model)
+    config = loading.check_model(args.model)
     if config is not None:
         loading.check_context(config, args.context)
 
@@ -50,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.prefill_step is None:
         args.prefill_step = prefill_step()
-    config, weights, dtype = loading.running(args.model)
+    config, weights, dtype = loading.describe_source(args.model)
     loading.check_context(config, args.context)
     for policy in args.policy or ():
         loading.note_policy(config, policy)

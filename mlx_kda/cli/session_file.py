@@ -6,8 +6,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..cache.header import check_session
 from ..errors import UserError
 from ..files import Lock, try_lock
+from .loading import check_writable
 from .output import note
 
 if TYPE_CHECKING:
@@ -16,6 +18,15 @@ if TYPE_CHECKING:
 # What saving in the middle of a conversation may take: of the time, and bytes written a second. A
 # long text's file is gigabytes, which a disk should not be given after every turn.
 SHARE, RATE = 0.05, 1e6
+
+
+def check_session_file(path: str | None, option: str = "--session") -> bool:
+    """Whether a session's file exists; UserError if it is no session or cannot be written."""
+    check_writable(path, option)
+    if path is None or not Path(path).exists():
+        return False
+    check_session(path)
+    return True
 
 
 class Keeper:

@@ -6,11 +6,13 @@ is passed.
 
 import argparse
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import UserError
-from . import checks, output, parsing
-from .tables import print_table
+from ..errors import CheckpointError, UserError
+from . import loading, options, output
+from .options import add_json, add_option, add_revision
+from .output import print_table
 
 if TYPE_CHECKING:
     from ..convert import Verification
@@ -26,37 +28,41 @@ FAILED = 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="OUT", help="the converted folder")
     parser.add_argument(
-        "--source", metavar="SRC", help="folder or hub id of the checkpoint that it was made from"
+        "--source", metavar="SRC", help="folder or hub id of the checkpoint it was converted from"
     )
-    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub id")
-    parser.add_argument(
+    add_revision(parser)
+    add_option(
+        parser,
         "--tokens",
-        type=parsing.name,
-        metavar="FILE",
-        help="compare logits on this text, or on the ids in a .json list (default: a built-in one)",
+        "FILE",
+        options.file_name,
+        "text, or a .json list of token ids, to compare logits on (default: a built-in text)",
     )
-    parser.add_argument(
+    add_option(
+        parser,
         "--max-tokens",
-        type=parsing.number(int, 2),
-        default=2048,
-        metavar="N",
-        help="tokens of that text to compare at most (default: 2048)",
+        "N",
+        options.number(int, 2),
+        "most tokens of that text to compare (default: 2048)",
+        2048,
     )
-    parser.add_argument(
+    add_option(
+        parser,
         "--max-kl",
-        type=parsing.number(float, 0),
-        metavar="X",
-        help="bound of the mean KL divergence, in nats (default: three times what noise as large "
-        "as the rounding does to the source)",
+        "X",
+        options.number(float, 0),
+        "largest mean KL divergence allowed, in nats (default: three times what noise of the size "
+        "of the rounding does to the source)",
     )
-    parser.add_argument(
+    add_option(
+        parser,
         "--min-top1",
-        type=parsing.number(float, 0, 1),
-        metavar="X",
-        help="share of the tokens whose likeliest successor must stay the same, 0 to 1 (default: "
-        "what such noise leaves, less 0.1)",
+        "X",
+        options.number(float, 0, 1),
+        "smallest share of positions, 0 to 1, at which the most likely next token must stay the "
+        "same (default: what such noise leaves, less 0.1)",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,9 +71,9 @@ def run(args: argparse.Namespace) -> int:
             if getattr(args, name) is not None:
                 flag = "--" + name.replace("_", "-")
                 raise UserError(f"{flag} needs --source: without one nothing is compared")
-    checks.converted(args.folder)
+    _check_converted(args.folder)
     if args.source is not None:
-        checks.folder(args.source)
+        loading.check_folder(args.source)
 
     from ..convert import verify
 
@@ -87,6 +93,14 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(found)
     return 0 if found.ok else FAILED
+
+
+def _check_converted(path: str) -> None:
+    """Raise UserError for a path without a config.json."""
+    if not path.strip():
+        raise UserError("the name of the converted folder is empty")
+    if not (Path(path) / "config.json").is_file():
+        raise CheckpointError(f"{path} is no converted model: it has no config.json")
 
 
 def _print(found: "Verification") -> None:

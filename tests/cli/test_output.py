@@ -15,7 +15,7 @@ from mlx_kda.cli import output
 from mlx_kda.cli.benchmarks import Benchmark
 from mlx_kda.cli.main import main
 from mlx_kda.cli.measure import run_one
-from mlx_kda.cli.tables import print_table
+from mlx_kda.cli.output import print_table
 
 
 class Terminal(io.StringIO):

@@ -75,16 +75,16 @@ def test_a_file_that_appears_before_it_is_held_is_gone_on_with(
     tiny_mlx, tiny_model, folder, monkeypatch
 ):
     """Another chat ends between the look at the file and the lock: its work used to be lost."""
-    from mlx_kda.cli import checks
+    from mlx_kda.cli import generate
 
-    real = checks.session_file
+    real = generate.check_session_file
 
     def session_file(path):
         found = real(path)
         saved(folder / "talk", tiny_model, ids=[9] * 30)
         return found
 
-    monkeypatch.setattr(checks, "session_file", session_file)
+    monkeypatch.setattr(generate, "check_session_file", session_file)
     monkeypatch.setattr("sys.stdin", io.StringIO("a text"))
     argv = ["--raw", "--max-tokens", "2", "--session", str(folder / "talk")]
     assert main(["generate", str(tiny_mlx), *argv]) == 0

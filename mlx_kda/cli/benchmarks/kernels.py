@@ -2,7 +2,7 @@
 
 import argparse
 
-from .. import parsing
+from .. import options
 from .kind import MOST, Benchmark, Rows, columns, timed
 
 ROWS = ("random", "repeated", "collinear", "deep", "mixed")  # of mlx_kda.ops.reference64
@@ -12,28 +12,28 @@ def _op_arguments(parser: argparse.ArgumentParser) -> None:
     timed(parser)
     parser.add_argument(
         "--tokens",
-        type=parsing.numbers,
+        type=options.numbers,
         default=[1, 64, 512, 2048],
         metavar="T,T",
         help="tokens (default: 1,64,512,2048)",
     )
     parser.add_argument(
         "--heads",
-        type=parsing.numbers,
+        type=options.numbers,
         default=[4, 32],
         metavar="H,H",
         help="heads (default: 4,32)",
     )
     parser.add_argument(
         "--dim",
-        type=parsing.number(int, 1, MOST),
+        type=options.number(int, 1, MOST),
         default=128,
         metavar="D",
         help="Dk and Dv (default: 128)",
     )
     parser.add_argument(
         "--batch",
-        type=parsing.number(int, 1, MOST),
+        type=options.number(int, 1, MOST),
         default=1,
         metavar="B",
         help="sequences side by side (default: 1)",
@@ -92,7 +92,7 @@ def _launches_rows(args: argparse.Namespace) -> Rows:
 def _counters_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens",
-        type=parsing.number(int, 1, MOST),
+        type=options.number(int, 1, MOST),
         default=64,
         metavar="T",
         help="tokens (default: 64)",
@@ -121,10 +121,10 @@ def _counters_rows(args: argparse.Namespace) -> Rows:
 
 def _cuda_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--tokens", type=parsing.numbers, metavar="T,T", help="tokens (default: 1 to 32768)"
+        "--tokens", type=options.numbers, metavar="T,T", help="tokens (default: 1 to 32768)"
     )
     parser.add_argument(
-        "--heads", type=parsing.numbers, metavar="H,H", help="heads, even numbers (default: 32,96)"
+        "--heads", type=options.numbers, metavar="H,H", help="heads, even numbers (default: 32,96)"
     )
     parser.add_argument(
         "--frameworks",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .. import parsing
+from .. import options
 
 Rows = Iterator[dict[str, Any]]
 
@@ -31,14 +31,14 @@ def timed(parser: argparse.ArgumentParser) -> None:
     """The options of what is timed."""
     parser.add_argument(
         "--samples",
-        type=parsing.number(int, 3, MOST),
+        type=options.number(int, 3, MOST),
         default=7,
         metavar="N",
         help="samples of a candidate and size (default: 7)",
     )
     parser.add_argument(
         "--budget",
-        type=parsing.number(float, 0.1, LONGEST),
+        type=options.number(float, 0.1, LONGEST),
         default=20.0,
         metavar="S",
         help="seconds a candidate and size may take, but for three samples (default: 20)",

@@ -5,7 +5,7 @@ import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .. import checks, parsing
+from .. import loading, options
 from .kind import MOST, Benchmark, Rows, columns, timed
 
 if TYPE_CHECKING:
@@ -19,10 +19,10 @@ def _subject_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--shape", choices=("48b",), help="a random model of this shape instead")
     parser.add_argument(
-        "--layers", type=parsing.number(int, 1, MOST), metavar="N", help="its first N"
+        "--layers", type=options.number(int, 1, MOST), metavar="N", help="its first N"
     )
     parser.add_argument(
-        "--vocab", type=parsing.number(int, 1, MOST), metavar="N", help="its vocabulary"
+        "--vocab", type=options.number(int, 1, MOST), metavar="N", help="its vocabulary"
     )
     parser.add_argument(
         "--q-bits",
@@ -44,7 +44,7 @@ def _subject_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _subject(args: argparse.Namespace) -> "Subject":
     if args.model is not None and args.shape is None:
-        checks.checkpoint(args.model)
+        loading.check_model(args.model)
     from ...bench.subject import Subject
 
     return Subject(args.model, **{name: getattr(args, name) for name in _SUBJECT})
@@ -58,7 +58,7 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
     timed(parser)
     parser.add_argument(
         "--contexts",
-        type=parsing.numbers,
+        type=options.numbers,
         default=[1024, 8192],
         metavar="N,N",
         help="tokens in the context (default: 1024,8192)",
@@ -86,14 +86,14 @@ def _buffers_arguments(parser: argparse.ArgumentParser) -> None:
     timed(parser)
     parser.add_argument(
         "--context",
-        type=parsing.number(int, 1, MOST),
+        type=options.number(int, 1, MOST),
         default=1024,
         metavar="N",
         help="tokens in the context (default: 1024)",
     )
     parser.add_argument(
         "--rounds",
-        type=parsing.number(int, 1, MOST),
+        type=options.number(int, 1, MOST),
         default=3,
         metavar="N",
         help="processes of each setting (default: 3)",
@@ -117,7 +117,7 @@ def _profile_arguments(parser: argparse.ArgumentParser) -> None:
     timed(parser)
     parser.add_argument(
         "--tokens",
-        type=parsing.number(int, 1, MOST),
+        type=options.number(int, 1, MOST),
         default=512,
         metavar="T",
         help="tokens of the prefill (default: 512)",
@@ -138,7 +138,7 @@ def _convert_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--samples",
-        type=parsing.number(int, 1, MOST),
+        type=options.number(int, 1, MOST),
         default=3,
         metavar="N",
         help="conversions by each (default: 3)",
@@ -146,7 +146,7 @@ def _convert_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _convert_rows(args: argparse.Namespace) -> Rows:
-    checks.folder(args.source)
+    loading.check_folder(args.source)
     from ...bench import conversion
 
     return conversion.run(Path(args.source), q_bits=args.q_bits, samples=args.samples)
@@ -166,7 +166,7 @@ def _quality_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _quality_rows(args: argparse.Namespace) -> Rows:
-    checks.folder(args.source)
+    loading.check_folder(args.source)
     from ...bench import quality
 
     recipes = args.recipes.split(",") if args.recipes else quality.RECIPES
@@ -176,21 +176,21 @@ def _quality_rows(args: argparse.Namespace) -> Rows:
 def _endurance_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps",
-        type=parsing.number(int, 0, MOST),
+        type=options.number(int, 0, MOST),
         default=30_000,
         metavar="N",
         help="tokens to decode (default: 30000)",
     )
     parser.add_argument(
         "--prompts",
-        type=parsing.numbers,
+        type=options.numbers,
         default=[20_000, 100_000],
         metavar="N,N",
         help="tokens of each prompt (default: 20000,100000)",
     )
     parser.add_argument(
         "--policy",
-        type=parsing.policy,
+        type=options.policy,
         default="window:1024+16",
         metavar="P",
         help="a cache policy (default: window:1024+16)",

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...bench import constant_page, streaming_page
 from ...errors import UserError
-from .. import checks, parsing
+from .. import loading, options
 from ..output import note
 from .kind import MOST, Benchmark
 
@@ -31,14 +31,14 @@ def _constant_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tokens",
-        type=parsing.number(int, 1, MOST),
+        type=options.number(int, 1, MOST),
         default=200_000,
         metavar="N",
         help="tokens of the text (default: 200000)",
     )
     parser.add_argument(
         "--every",
-        type=parsing.number(int, 1, MOST),
+        type=options.number(int, 1, MOST),
         default=20_000,
         metavar="N",
         help="tokens between two rows (default: 20000)",
@@ -46,7 +46,7 @@ def _constant_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _constant_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    config = checks.checkpoint(args.model)
+    config = loading.check_model(args.model)
     if config is not None and set(config.layer_types) != {"kda"}:
         raise UserError(f"{args.model} has layers that are not KDA: its memory is not constant")
     text = _read(args.text)
@@ -76,7 +76,7 @@ def _streaming_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (default, what) in numbers.items():
         parser.add_argument(
             f"--{name}",
-            type=parsing.number(int, 1, 1000),
+            type=options.number(int, 1, 1000),
             default=default,
             metavar="N",
             help=f"{what} (default: {default})",
