@@ -1,17 +1,16 @@
-"""A converted model beside its source: errors of the weights, and logits, a layer at a time.
+"""A converted model beside its source, layer by layer: errors of the weights, and logits.
 
-Both models are computed in float32 from their own weights, the converted one's dequantised, so
-that the difference is that of the weights and of nothing else. In memory are one layer's weights
-without its experts, one expert, or some rows of the embedding or the head, for both models.
+Both models are computed in float32 from their own weights, dequantised, so that only the weights
+differ. In memory are one layer's weights without its experts, one expert, or some rows of the
+embedding or the head, for both models.
 
-How far logits may move depends on the model: one that was never trained is thrown off by little. So
-a third model is computed beside the two, the source with random noise added, in each weight as much
-as the converted one differs. Rounding that is right does about what this noise does.
+How far logits may move depends on the model: those of an untrained one move far for little. So a
+third model is computed beside the two: the source with random noise added, in each weight as much
+as the converted one differs. Correct rounding does about what this noise does.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,52 +21,37 @@ from ..layers import RMSNorm
 from ..models.hybrid import DecoderLayer
 from ..models.tensor_roles import tensor_family
 from ..weights.weight_mapping import Progress
-from .divergence import Divergence
-from .layout import Layout
-from .routed import Routed
-from .side import EMBEDDING, HEAD, NORM, Side, Weights
-from .weight_errors import FamilyError, noisy, squares, weight_bound
-from .weights import LAYERS, plain_shapes, units
+from .compare_errors import Comparison, Divergence, FamilyError, noisy, squares, weight_bound
+from .compare_weights import EMBEDDING, HEAD, LAYERS, NORM, ModelWeights, Weights
+from .conversion_plan import ConversionPlan
 
 MODELS = 3  # the source, the converted one, the source with noise
 
 
-@dataclass
-class Comparison:
-    """What `compare` found."""
-
-    families: dict[str, FamilyError] = field(default_factory=dict)
-    # unit -> relative error of the hidden states after it
-    drift: dict[str, float] = field(default_factory=dict)
-    tokens: int = 0
-    kl: float = 0.0  # mean over tokens, in nats: KL(source | converted)
-    kl_max: float = 0.0
-    top1: float = 0.0  # share of tokens whose likeliest next one is the same
-    noise_kl: float = 0.0  # the same of the source with noise
-    noise_top1: float = 0.0
-    digests: dict[str, str] = field(default_factory=dict)
-
-
 def compare(
-    source: Layout, out: Layout, tokens: mx.array, progress: Progress | None = None
+    source: ConversionPlan, out: ConversionPlan, tokens: mx.array, progress: Progress | None = None
 ) -> Comparison:
     """Compare a converted model with its source on token ids [B, T].
 
-    Both layouts must make the same names and shapes; raises CheckpointError where they do not.
-    `progress` hears bytes of the source.
+    ``progress`` is called with the bytes of the source. Raises CheckpointError where the two models
+    do not have the same weights of the same shapes.
     """
     result = Comparison(tokens=tokens.size)
-    check_shapes(source, out)
-    places = units(source), units(out)
-    if missing := places[0].keys() ^ places[1].keys():
+    given, kept = ModelWeights(source, hashed=True), ModelWeights(out, hashed=False)
+    for name, shape in given.shapes.items():
+        if (other := kept.shapes.get(name, shape)) != shape:
+            raise CheckpointError(
+                f"{source.source.name} is another model: its {name} has shape {list(shape)}, the "
+                f"output's {list(other)}"
+            )
+    if missing := given.units.keys() ^ kept.units.keys():
         raise CheckpointError(f"only one of the two models has {sorted(missing)[0]}")
-    sides = Side(source, places[0], hashed=True), Side(out, places[1], hashed=False)
-    with sides[0].reader, sides[1].reader:
-        pair = Pair(result, *sides)
+    with given.reader, kept.reader:
+        pair = _Pair(result, given, kept)
         hidden = [tokens] * MODELS
         total = sum(spec.nbytes for spec in source.mapping.outputs.values())
         done = 0
-        for unit, steps in places[0].items():
+        for unit, steps in given.units.items():
             if progress:
                 progress(done, total, f"comparing {unit}")
             done += sum(step.nbytes for step in steps)
@@ -79,32 +63,22 @@ def compare(
             mx.clear_cache()
         if source.config.tie_word_embeddings:
             pair.head(hidden, EMBEDDING)
-        result.digests = sides[0].reader.digests | sides[0].rows.digests
+        result.digests = given.digests
     return result
 
 
-def check_shapes(source: Layout, out: Layout) -> None:
-    """Raise CheckpointError where a weight of the source has another shape in the output."""
-    shapes = [plain_shapes(layout.mapping) for layout in (source, out)]
-    for name, shape in shapes[0].items():
-        if (other := shapes[1].get(name, shape)) != shape:
-            raise CheckpointError(
-                f"{source.source.name} is another model: its {name} has shape {list(shape)}, the "
-                f"output's {list(other)}"
-            )
+class _Pair:
+    """The models side by side; adds up the errors of every weight that it reads."""
 
-
-class Pair:
-    """The two models side by side; counts the errors of every weight that it reads."""
-
-    def __init__(self, result: Comparison, given: Side, kept: Side):
+    def __init__(self, result: Comparison, given: ModelWeights, kept: ModelWeights):
         self.result, self.given, self.kept = result, given, kept
+        self.config = given.plan.config
         self.counted: set[str] = set()
 
     def embedding(self, tokens: mx.array) -> list[mx.array]:
         """Ids [B, T] -> hidden states [B, T, hidden] of each model."""
         ids = np.array(tokens).reshape(-1)
-        hidden: list[list] = [[] for _ in range(MODELS)]
+        hidden: list[list[mx.array]] = [[] for _ in range(MODELS)]
         found = []
         for start, _, weights in self.by_rows(EMBEDDING):
             at = np.nonzero((ids >= start) & (ids < start + weights[0].shape[0]))[0]
@@ -128,36 +102,40 @@ class Pair:
     def unit(self, unit: str, hidden: list[mx.array]) -> list[mx.array]:
         """A layer, or the last norm: [B, T, hidden] -> the same of each model."""
         given, kept = self.given.small(unit), self.kept.small(unit)
-        errors = self.count(given, kept)
-        routed = Routed(self.given.layout.config) if self.given.experts[unit] else None
-        states = [
-            self._run(unit, given, hidden[0], routed),
-            self._run(unit, kept, hidden[1], routed),
-        ]
-        del kept
-        noise = {name: noisy(array, errors[name], name) for name, array in given.items()}
-        states.append(self._run(unit, noise, hidden[2], routed))
-        if routed is None:
+        if given.keys() != kept.keys():
+            name = sorted(given.keys() ^ kept.keys())[0]
+            raise CheckpointError(f"only one of the two models has {name}")
+        noise: Weights = {}
+        for name, array in given.items():
+            wrong, total = squares(array, kept[name])
+            self._count(name, wrong, total, array.dtype, kept[name].dtype)
+            noise[name] = noisy(array, math.sqrt(wrong / array.size), name)
+        experts = _DeferredExperts(self.config.hidden_size) if self.given.experts[unit] else None
+        states = []
+        for weights, h in zip((given, kept, noise), hidden, strict=True):
+            states.append(self._run(unit, weights, h, experts))
+        if experts is None:
             return states
-        for expert, weights in self._experts(unit):
-            routed.add(expert, weights)
-        return [h + y for h, y in zip(states, routed.outputs(), strict=True)]
+        for expert, matrices in self._experts(unit):
+            experts.add(expert, matrices)
+        return [h + y for h, y in zip(states, experts.outputs(), strict=True)]
 
-    def _run(self, unit: str, weights: Weights, h: mx.array, routed: Routed | None) -> mx.array:
-        """One unit in float32, its routed experts left out and kept for later."""
-        config = self.given.layout.config
+    def _run(
+        self, unit: str, weights: Weights, h: mx.array, experts: "_DeferredExperts | None"
+    ) -> mx.array:
+        """One unit in float32, without what its routed experts add."""
         if unit == NORM:
-            norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+            norm = RMSNorm(self.config.hidden_size, eps=self.config.rms_norm_eps)
             _load(norm, weights, unit)
             h = norm(h)
         else:
-            layer = DecoderLayer(config, int(unit.removeprefix(LAYERS)))
-            if routed is not None:
-                layer.mlp.switch_mlp = routed
+            layer = DecoderLayer(self.config, int(unit.removeprefix(LAYERS)))
+            if experts is not None:
+                layer.mlp.switch_mlp = experts
             _load(layer, weights, unit)
             h = layer(h, "causal")
-            if routed is not None:
-                routed.keep(layer.mlp)
+            if experts is not None:
+                experts.keep(layer.mlp)
         mx.eval(h)
         return h
 
@@ -170,10 +148,12 @@ class Pair:
             number = parts[0][0]
             yield number, [[weights[m][0] for *_, weights in parts] for m in range(MODELS)]
 
-    def by_rows(self, path: str, at_a_time: int | None = None) -> Iterator[tuple]:
+    def by_rows(
+        self, path: str, at_a_time: int | None = None
+    ) -> Iterator[tuple[int, int, list[mx.array]]]:
         """(start, stop, rows of each model) of a weight; at the end its error is counted."""
         name, wrong, total = f"{path}.weight", 0.0, 0.0
-        for start, stop in self.given.rows.blocks(path, at_a_time):
+        for start, stop in self.given.blocks(path, at_a_time):
             given, kept = self.given.rows(path, start, stop), self.kept.rows(path, start, stop)
             sums = squares(given, kept)
             wrong, total = wrong + sums[0], total + sums[1]
@@ -181,27 +161,61 @@ class Pair:
             yield start, stop, [given, kept, noise]
         self._count(name, wrong, total, given.dtype, kept.dtype)
 
-    def count(self, given: Weights, kept: Weights) -> dict[str, float]:
-        """Count the weights of a unit by family; name -> root mean square of the difference."""
-        if given.keys() != kept.keys():
-            name = sorted(given.keys() ^ kept.keys())[0]
-            raise CheckpointError(f"only one of the two models has {name}")
-        errors = {}
-        for name, array in given.items():
-            wrong, total = squares(array, kept[name])
-            self._count(name, wrong, total, array.dtype, kept[name].dtype)
-            errors[name] = math.sqrt(wrong / array.size)
-        return errors
-
     def _count(
         self, name: str, wrong: float, total: float, given: mx.Dtype, kept: mx.Dtype
     ) -> None:
         if name in self.counted:  # a tied embedding is read twice
             return
         self.counted.add(name)
-        packing = self.kept.layout.mapping.quantized.get(name.removesuffix(".weight"))
+        packing = self.kept.plan.mapping.quantized.get(name.removesuffix(".weight"))
         family = self.result.families.setdefault(tensor_family(name), FamilyError())
         family.add(name, wrong, total, weight_bound(packing, kept, given))
+
+
+class _DeferredExperts(nn.Module):
+    """Takes the place of a layer's routed experts, which are computed one by one afterwards."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self._width = width
+        self._inputs: list[mx.array] = []  # of each model [N, hidden]
+        self._weights: list[mx.array] = []  # [N, k]
+        self._chosen: list[np.ndarray] = []  # [N, k]
+        self._outputs: list[mx.array] = []  # [N, hidden]
+
+    def __call__(self, x: mx.array, chosen: mx.array) -> mx.array:
+        """Zeros for now: x [..., hidden], chosen [..., k] -> [..., k, hidden]."""
+        self._seen = x
+        return mx.zeros((*chosen.shape, self._width))
+
+    def keep(self, moe: nn.Module) -> None:
+        """Keep what the experts of a layer, which has just run, are to compute."""
+        x = self._seen
+        chosen, weights = moe.select(x)
+        rows = x.reshape(-1, x.shape[-1])
+        mx.eval(rows, chosen, weights)
+        self._inputs.append(rows)
+        self._weights.append(weights.reshape(rows.shape[0], -1))
+        self._chosen.append(np.array(chosen).reshape(rows.shape[0], -1))
+        self._outputs.append(mx.zeros(rows.shape))
+
+    def add(self, expert: int, models: list[list[mx.array]]) -> None:
+        """Add what one expert, (gate, up, down) of each model, makes of the tokens sent to it."""
+        for model, matrices in enumerate(models):
+            at, place = np.nonzero(self._chosen[model] == expert)
+            if not at.size:
+                continue
+            gate, up, down = (w.astype(mx.float32).T for w in matrices)
+            rows = mx.array(at)
+            x, weights = self._inputs[model][rows], self._weights[model][rows, mx.array(place)]
+            y = (nn.silu(x @ gate) * (x @ up)) @ down
+            self._outputs[model][rows] += weights[:, None] * y
+        mx.eval(self._outputs)
+        mx.clear_cache()
+
+    def outputs(self) -> list[mx.array]:
+        """What the experts add to the hidden states of each model."""
+        return [y.reshape(self._seen.shape) for y in self._outputs]
 
 
 def _load(module: nn.Module, weights: Weights, unit: str) -> None:

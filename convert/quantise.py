@@ -1,8 +1,8 @@
-"""Casting and quantising what a mapping makes, with every value checked to be finite."""
+"""Casting and quantising the tensors that a mapping makes, refusing values that are not finite."""
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -17,20 +17,28 @@ FLOAT32 = re.compile(r"\.(A_log|dt_bias|e_score_correction_bias|global_scale)$")
 
 
 @dataclass(frozen=True)
-class Finished(Step):
-    """A step under a recipe; `stream` makes the same tensors as `run`, in pieces.
+class OutputStep:
+    """A step of a mapping under a recipe: which tensors are written, and how they are made.
 
-    The pieces of one tensor must be taken before the next tensor is asked for.
+    ``stream`` yields (name, pieces) of each tensor; the pieces of one must be taken before the next
+    tensor is asked for.
     """
 
-    stream: Callable[[Read], Iterator[tuple[str, Pieces]]] = field(kw_only=True)
+    sources: tuple[str, ...]
+    outputs: dict[str, Spec]
+    stream: Callable[[Read], Iterator[tuple[str, Pieces]]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that it makes."""
+        return sum(spec.nbytes for spec in self.outputs.values())
 
 
-def finish_step(step: Step, dtype: mx.Dtype, recipe: Recipe | None) -> Finished:
-    """The step with its outputs cast to the model's dtype and, by the recipe, quantised.
+def output_step(step: Step, dtype: mx.Dtype, recipe: Recipe | None) -> OutputStep:
+    """The step with its outputs cast to the model's dtype and quantised by the recipe.
 
-    Gate parameters and the router's bias stay float32. A cast to float16 that would overflow, and
-    any value that is not finite, raises UserError with the tensor's name.
+    Gate parameters and the router's bias stay float32. Streaming raises UserError with the
+    tensor's name where a cast to float16 overflows or a value is not finite.
     """
     outputs: dict[str, Spec] = {}
     packings: dict[str, Quantization | None] = {}
@@ -44,28 +52,24 @@ def finish_step(step: Step, dtype: mx.Dtype, recipe: Recipe | None) -> Finished:
         outputs |= packing.outputs(path, spec) if packing else {name: spec}
 
     def stream(read: Read) -> Iterator[tuple[str, Pieces]]:
-        if step.pieces:
-            (name,) = step.outputs
-            parts: dict[str, Pieces] = {name: step.pieces(read)}
-        else:
-            made = step.run(read)
-            parts = {name: _once(made, name) for name in step.outputs}
-        for name, pieces in parts.items():
+        for name, pieces in made_pieces(step, read):
             if (packing := packings[name]) is None:
                 yield name, _cast_all(name, pieces, targets[name])
             else:
-                yield from _packed(name, pieces, targets[name], packing, step.outputs[name])
+                yield from _quantised(name, pieces, targets[name], packing, step.outputs[name])
 
-    def run(read: Read) -> dict[str, mx.array]:
-        made = {name: list(pieces) for name, pieces in stream(read)}
-        return {n: p[0] if len(p) == 1 else mx.concatenate(p) for n, p in made.items()}
-
-    return Finished(step.sources, outputs, run, stream=stream)
+    return OutputStep(step.sources, outputs, stream)
 
 
-def _once(made: dict[str, mx.array], name: str) -> Pieces:
-    """A tensor as its only piece, which nothing else keeps."""
-    yield made.pop(name)
+def made_pieces(step: Step, read: Read) -> Iterator[tuple[str, Pieces]]:
+    """(name, pieces) of the tensors that a step makes: a stack some rows at a time, else whole."""
+    if step.pieces:
+        (name,) = step.outputs
+        yield name, step.pieces(read)
+        return
+    made = step.run(read)
+    for name in step.outputs:
+        yield name, iter([made.pop(name)])
 
 
 def _cast_all(name: str, pieces: Pieces, dtype: mx.Dtype) -> Pieces:
@@ -73,10 +77,10 @@ def _cast_all(name: str, pieces: Pieces, dtype: mx.Dtype) -> Pieces:
         yield cast(name, piece, dtype) if piece.dtype in FLOATS else piece
 
 
-def _packed(
+def _quantised(
     name: str, pieces: Pieces, dtype: mx.Dtype, packing: Quantization, spec: Spec
 ) -> Iterator[tuple[str, Pieces]]:
-    """The words of a weight, then its scales and biases, which are kept meanwhile."""
+    """A weight's packed words, then its scales and biases, which are held until then."""
     first, *others = packing.outputs(name.removesuffix(".weight"), spec)
     kept: list[list[mx.array]] = [[] for _ in others]
 
@@ -96,11 +100,11 @@ def _packed(
 
 
 def is_finite(array: mx.array) -> bool:
-    """Whether all values are finite, read off the bits: many times faster than `mx.isfinite`.
+    """Whether all values are finite, by their bits: many times faster than ``mx.isfinite``.
 
     Infinity and NaN have the largest magnitudes. As unsigned integers the negative ones are the
-    largest of all; as signed integers the positive ones are. numpy looks, in the array's own
-    memory: its vectorised maximum is as fast as that memory.
+    largest of all, as signed integers the positive ones. numpy's maximum works in the array's own
+    memory and is as fast as that memory.
     """
     signed, unsigned, infinity = {
         mx.float32: (np.int32, np.uint32, 0x7F800000),
@@ -116,19 +120,19 @@ def is_finite(array: mx.array) -> bool:
 
 
 def is_cast(name: str, spec: Spec) -> bool:
-    """Whether a tensor follows the model's dtype; gate parameters and the bias do not."""
+    """Whether a tensor is cast to the model's dtype; gate parameters and router bias are not."""
     return spec.dtype in FLOATS and not FLOAT32.search(name)
 
 
 def cast(name: str, array: mx.array, dtype: mx.Dtype) -> mx.array:
-    """Cast, and refuse what is not finite before or after."""
+    """Cast an array; UserError where a value is not finite before or after."""
     result = array.astype(dtype)
     check_finite(name, array, result)
     return result
 
 
 def check_finite(name: str, array: mx.array, result: mx.array) -> None:
-    """Refuse what is not finite once it is cast, saying whether it was before."""
+    """Raise UserError where a cast array is not finite, saying whether it was before."""
     if is_finite(result):
         return
     if is_finite(array):

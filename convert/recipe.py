@@ -1,12 +1,13 @@
-"""Which weights are stored in few bits, and how: the recipe of a conversion.
+"""The options of a conversion, and the recipe they make: which weights are quantised, and how.
 
-Default recipe: every matrix is quantised but those that steer the gates and the convolutions. On
-the small trained model 8 bits would do for the gates (docs/quality.md); of a large model they are
-less than 1 % of the bytes, and what their errors do along a very long text nobody has measured
-there. The router has 8 affine bits, or more of them. A rule that the user gives for a weight goes
-before all that.
+The default recipe quantises every matrix except the gate path and the convolutions. On the small
+trained model 8 bits would be enough for the gates (docs/quality.md); in a large model they are
+less than 1 % of the bytes, and nobody has measured what their errors do over a very long context.
+The router gets 8 affine bits or more. A rule for a weight takes precedence over all of this.
 """
 
+import re
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,16 +16,17 @@ from fnmatch import fnmatchcase
 from ..errors import UserError
 from ..models.tensor_roles import CONVOLUTION, GATE_PATH, ROUTER, ROUTER_QUANTIZATION
 from ..weights.quantization import Quantization
-from ..weights.safetensors import FLOATS, Spec
+from ..weights.safetensors import DTYPE_WORDS, FLOATS, Spec
 
-KEEP = "keep"
+RULE = re.compile(r"(.+)=(?:keep|\s*(\d+)\s*,\s*(\d+)\s*(?:,\s*(\w+)\s*)?)")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A packing, or None to keep the weight, for every path that a pattern matches.
+    """A packing, or None to leave the weight unquantised, for every path that a pattern matches.
 
-    The pattern is a path or its end, with `*`: "self_attn.o_proj", "model.layers.3.*".
+    The pattern is a path or the end of one, with ``*`` as wildcard: "self_attn.o_proj",
+    "model.layers.3.*".
     """
 
     text: str
@@ -34,20 +36,13 @@ class Rule:
     @classmethod
     def parse(cls, text: str) -> "Rule":
         """Read PATTERN=BITS,GROUP[,MODE] or PATTERN=keep; UserError if it is neither."""
-        pattern, found, how = text.rpartition("=")
-        parts = how.split(",")
-        if not found or not pattern or not how:
+        if (found := RULE.fullmatch(text)) is None:
             raise UserError(f"--q-rule {text}: write PATTERN=BITS,GROUP[,MODE] or PATTERN=keep")
-        if how == KEEP:
+        pattern, bits, group, mode = found.groups()
+        if bits is None:
             return cls(text, pattern, None)
-        mode = parts[2].strip() if len(parts) == 3 else "affine"
-        try:
-            bits, group = (int(part) for part in parts[:2])
-        except ValueError:
-            bits = group = None
-        if bits is None or len(parts) > 3:
-            raise UserError(f"--q-rule {text}: write PATTERN=BITS,GROUP[,MODE] or PATTERN=keep")
-        return cls(text, pattern, Quantization.make(bits, group, mode, f"--q-rule {text}:"))
+        packing = Quantization.make(int(bits), int(group), mode or "affine", f"--q-rule {text}:")
+        return cls(text, pattern, packing)
 
     def matches(self, path: str) -> bool:
         """Whether the rule is for this weight."""
@@ -56,48 +51,19 @@ class Rule:
 
 @dataclass
 class Recipe:
-    """Chooses a packing for each weight and remembers what it kept, and why."""
+    """Chooses the packing of each weight, and records what it left unquantised and why."""
 
     default: Quantization | None
     rules: tuple[Rule, ...] = ()
     target_bpw: float | None = None
-    # what a byte budget gave each weight; None keeps it
+    # what a byte budget gave each weight; None leaves it unquantised
     chosen: dict[str, Quantization | None] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
     packed: dict[str, Quantization] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
 
-    @classmethod
-    def make(
-        cls,
-        bits: int | None,
-        group_size: int | None,
-        mode: str,
-        rules: Sequence[str] = (),
-        target_bpw: float | None = None,
-    ) -> "Recipe | None":
-        """The recipe for `--q-bits`, `--q-group-size`, `--q-mode`, `--q-rule` and `--target-bpw`.
-
-        None if none was asked for. Raises UserError where a mode does not have the bits or the
-        group size, a rule cannot be read, or two wishes exclude each other.
-        """
-        parsed = tuple(Rule.parse(rule) for rule in rules)
-        default = Quantization.make(bits, group_size, mode, "--q-mode")
-        if target_bpw is not None:
-            if bits is not None or mode != "affine":
-                raise UserError(
-                    "--target-bpw chooses the bits itself: leave out --q-bits, --q-mode"
-                )
-            if not 2 <= target_bpw <= 16:
-                raise UserError(f"--target-bpw must lie between 2 and 16, got {target_bpw:g}")
-        elif bits is None and group_size is None and mode == "affine":
-            if not parsed:
-                return None
-            default = None
-        return cls(default, parsed, target_bpw)
-
     def choose(self, name: str, spec: Spec) -> Quantization | None:
-        """The packing for one tensor, or None if it stays as it is."""
+        """The packing of one tensor, or None if it is not quantised."""
         path, _, part = name.rpartition(".")
         if part != "weight" or len(spec.shape) < 2 or spec.dtype not in FLOATS:
             return None
@@ -105,6 +71,7 @@ class Recipe:
             return self._keep(path, "convolution window")
         width = spec.shape[-1]
         if (rule := self._rule(path)) is not None:
+            self.used.add(rule.text)
             if rule.packing is None:
                 return self._keep(path, "by a rule")
             if not rule.packing.fits(width):
@@ -114,7 +81,7 @@ class Recipe:
                 )
             return self._pack(path, rule.packing)
         packing = self.default
-        if packing is None:  # rules alone: what they do not name stays
+        if packing is None:  # rules only: everything else stays as it is
             return None
         if path in self.chosen:
             if (packing := self.chosen[path]) is None:
@@ -135,16 +102,16 @@ class Recipe:
         return plain and not spared and self._rule(path) is None
 
     def check_rules(self) -> None:
-        """Refuse a rule that no weight was packed or kept by: its pattern is mistyped."""
+        """Raise UserError for a rule that applied to no weight: its pattern is mistyped."""
         for rule in self.rules:
             if rule.text not in self.used:
                 raise UserError(
-                    f"--q-rule {rule.text} is for no weight that can be quantised, or a later rule "
-                    "took them all; names are like model.layers.0.self_attn.o_proj"
+                    f"--q-rule {rule.text} matches no weight that can be quantised, or a later "
+                    "rule overrides it; names look like model.layers.0.self_attn.o_proj"
                 )
 
     def as_config(self) -> dict:
-        """The `quantization` entry of config.json: a default and the weights that differ."""
+        """The ``quantization`` entry of config.json: a default and the weights that differ."""
         default = self.default
         if default is None or self.chosen:
             default = Counter(self.packed.values()).most_common(1)[0][0]
@@ -152,7 +119,7 @@ class Recipe:
         return default.as_config() | differ
 
     def describe(self) -> dict:
-        """What was asked for, as JSON takes it."""
+        """The options that made the recipe, for JSON."""
         return {
             "default": self.default.as_config() if self.default and not self.target_bpw else None,
             "rules": [rule.text for rule in self.rules],
@@ -166,14 +133,65 @@ class Recipe:
 
     def _keep(self, path: str, reason: str) -> None:
         self.kept[path] = reason
-        self._use(path)
 
     def _pack(self, path: str, packing: Quantization) -> Quantization:
         self.packed[path] = packing
-        self._use(path)
         return packing
 
-    def _use(self, path: str) -> None:
-        rule = self._rule(path)
-        if rule is not None and not CONVOLUTION.search(path):
-            self.used.add(rule.text)
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """What the user asks of a conversion, named like the arguments of `convert`.
+
+    Raises UserError where MLX does not have what is asked for, or options exclude each other.
+    """
+
+    dtype: str | None = None
+    q_bits: int | None = None
+    q_group_size: int | None = None
+    q_mode: str = "affine"
+    q_rules: Sequence[str] = ()
+    target_bpw: float | None = None
+    dequantize: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in DTYPE_WORDS:
+            raise UserError(
+                f"--dtype {self.dtype} is not known: choose float32, float16 or bfloat16"
+            )
+        self.recipe()
+
+    def recipe(self) -> Recipe | None:
+        """A new recipe; None if nothing is to be quantised."""
+        rules = tuple(Rule.parse(rule) for rule in self.q_rules)
+        default: Quantization | None
+        default = Quantization.make(self.q_bits, self.q_group_size, self.q_mode, "--q-mode")
+        if self.target_bpw is not None:
+            if self.q_bits is not None or self.q_mode != "affine":
+                raise UserError(
+                    "--target-bpw chooses the bits itself: leave out --q-bits, --q-mode"
+                )
+            if not 2 <= self.target_bpw <= 16:
+                raise UserError(f"--target-bpw must lie between 2 and 16, got {self.target_bpw:g}")
+        elif self.q_bits is None and self.q_group_size is None and self.q_mode == "affine":
+            if not rules:
+                return None
+            default = None
+        return Recipe(default, rules, self.target_bpw)
+
+    def as_command(self) -> str:
+        """The options as they are written after ``mlx-kda convert SRC OUT``."""
+        values = {
+            "--dtype": self.dtype,
+            "--q-bits": self.q_bits,
+            "--q-group-size": self.q_group_size,
+            "--q-mode": None if self.q_mode == "affine" else self.q_mode,
+            "--target-bpw": self.target_bpw,
+        }
+        words = [
+            f"{flag} {value:g}" if isinstance(value, float) else f"{flag} {value}"
+            for flag, value in values.items()
+            if value is not None
+        ]
+        words += [f"--q-rule {shlex.quote(rule)}" for rule in self.q_rules]
+        return " ".join(words + (["--dequantize"] if self.dequantize else []))

@@ -1,18 +1,25 @@
-"""What a conversion did: counts, bytes, recipe, and every tensor left out or left alone."""
+"""The report of a conversion, and the pages it is written as: JSON, text and a model card."""
 
+import json
 import re
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from .. import __version__
+from ..files import write_text
 from ..format import size
 
 WRITER = "mlx-kda"
+REPORT, PAGE, CARD = "conversion.json", "conversion.txt", "README.md"
 
 
 @dataclass
 class ConversionReport:
-    """Returned by `convert`, and written without local paths to `conversion.json` in the output."""
+    """What a conversion did: counts, bytes, recipe, and every tensor left out or not quantised.
+
+    Returned by `convert`, and written without local paths to ``conversion.json`` in the output.
+    """
 
     source: str
     out: str
@@ -25,20 +32,20 @@ class ConversionReport:
     bytes_in: int
     bytes_out: int
     revision: str | None = None
-    # SHA-256 over the digests of all source tensors read (see `journal.source_hash`)
+    # SHA-256 over the digests of all source tensors read (see `resume.digest_of`)
     source_hash: str = ""
-    # one text for source, recipe, shard size and version
+    # a hash of source, recipe, shard size and version
     identity: str = ""
     # what was asked for: default packing, rules, target
     recipe: dict[str, Any] | None = None
-    # the options of the command that makes this again
+    # the options of the command that repeats the conversion
     command: str = ""
     quantization: dict[str, Any] | None = None
     # family -> how its matrices are stored -> how many
     bits: dict[str, dict[str, int]] = field(default_factory=dict)
-    # path with the layer's number starred -> why it was not quantised
+    # path with * for the layer's number -> why it was not quantised
     kept: dict[str, str] = field(default_factory=dict)
-    # path with the layer's number starred -> the dtypes from which and to which it was cast
+    # path with * for the layer's number -> the dtypes before and after its cast
     cast: dict[str, str] = field(default_factory=dict)
     # source tensor -> why it was left out
     dropped: dict[str, str] = field(default_factory=dict)
@@ -47,11 +54,11 @@ class ConversionReport:
     # weight file -> bytes, sha256
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     tokenizer: str | None = None
-    # what became of a source that was quantised
+    # how a source that was quantised was read
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     seconds: float = 0.0
-    version: str = ""
+    version: str = __version__
 
     @property
     def bits_per_weight(self) -> float:
@@ -59,7 +66,7 @@ class ConversionReport:
         return 8 * self.bytes_out / self.parameters if self.parameters else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as JSON takes it."""
+        """The report for JSON."""
         return {"written_by": WRITER} | asdict(self) | {"bits_per_weight": self.bits_per_weight}
 
     @classmethod
@@ -97,9 +104,9 @@ class ConversionReport:
         rules = ", with rules" if recipe["rules"] else ""
         if recipe.get("target_bpw"):
             return f"mixed bits for {recipe['target_bpw']:g} a weight{rules}, rest {self.dtype}"
-        others = [form for form in q.values() if isinstance(form, dict)]
-        if recipe["default"] is None and others:  # no packing is the rule: name what there is
-            bits = sorted({q["bits"], *(form["bits"] for form in others)})
+        others = [packing for packing in q.values() if isinstance(packing, dict)]
+        if recipe["default"] is None and others:  # there is no main packing: name all bits
+            bits = sorted({q["bits"], *(packing["bits"] for packing in others)})
             how = f"{' and '.join(map(str, bits))} bits"
         else:
             how = f"{q['bits']} bits ({q['mode']}, groups of {q['group_size']})"
@@ -131,5 +138,89 @@ class ConversionReport:
 
 
 def starred(paths: dict[str, str]) -> dict[str, str]:
-    """The same paths with layer numbers starred, so that one line stands for all layers."""
+    """The same paths with * for layer numbers, so that one line stands for all layers."""
     return {re.sub(r"\.layers\.\d+\.", ".layers.*.", path): why for path, why in paths.items()}
+
+
+def read_report(folder: Path) -> dict[str, Any] | None:
+    """The report of the conversion that wrote a folder; None if it is missing or damaged."""
+    try:
+        report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+        ConversionReport.from_dict(report | {"out": ""})  # TypeError if a fact is missing
+        files = report["files"].values()
+        valid = report["written_by"] == WRITER and isinstance(report["tensors_out"], int)
+        if valid and all(isinstance(f["bytes"], int) and f["sha256"] for f in files):
+            return report
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    return None
+
+
+def write_report(folder: Path, report: ConversionReport) -> None:
+    """Write the report to a folder: conversion.json, conversion.txt and the model card."""
+    write_json(folder / REPORT, report.as_published())
+    write_text(folder / PAGE, _page(report))
+    write_text(folder / CARD, _card(report, folder))
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file completely or not at all."""
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def _page(report: ConversionReport) -> str:
+    """The report as text, with the checksums of the weight files."""
+    source = report.source_name + (f" at {report.revision}" if report.revision else "")
+    lines = [
+        f"Converted by mlx-kda {report.version}",
+        f"from {source}",
+        f"source tensors, SHA-256: {report.source_hash}",
+        f"options: {report.command or 'none'}",
+        "",
+        *report.facts(),
+        *(f"warning: {warning}" for warning in report.warnings),
+        "",
+        *(f"{facts['sha256']}  {name}" for name, facts in report.files.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _card(report: ConversionReport, folder: Path) -> str:
+    """The model card: base model, recipe, sizes, the command that repeats it, how to run it."""
+    base = report.source_name if report.revision else None
+    head = ["library_name: mlx", "pipeline_tag: text-generation"]
+    head += ["tags:", "- mlx", "- mlx-kda", f"- {report.model_type}"]
+    if base:
+        head += [f"base_model: {base}"]
+        head += ["base_model_relation: quantized"] if report.quantization else []
+    if licences := sorted(path.name for path in folder.glob("LICENSE*")):
+        head += ["license: other", f"license_link: {licences[0]}"]
+    command = " ".join(["mlx-kda convert", base or "SRC", "OUT", report.command]).strip()
+    stock = report.model_type == "kimi_linear"  # mlx-lm has no class for the others
+    other = ", or with `mlx_lm.chat --model FOLDER` of mlx-lm" if stock else ""
+    revision = f" at revision `{report.revision}`" if report.revision else ""
+    front_matter = "\n".join(head)
+    return f"""---
+{front_matter}
+---
+
+# {report.source_name}, {report.how()}
+
+An MLX conversion of `{report.source_name}`.
+
+| | |
+|---|---|
+| base model | `{report.source_name}`{revision} |
+| recipe | {report.how()} |
+| parameters | {report.parameters:,} |
+| size | {size(report.bytes_out)}, {report.bits_per_weight:.2f} bits a weight |
+| converted by | mlx-kda {report.version} |
+
+Made by
+
+    {command}
+
+Run it with `mlx-kda chat FOLDER`{other}.
+`{PAGE}` lists what each family of tensors holds and the checksums; `{REPORT}` is the same for
+programs. `mlx-kda verify FOLDER` checks the files.
+"""

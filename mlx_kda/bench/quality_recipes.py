@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ..convert import convert
-from ..convert.budget import errors_of
-from ..convert.layout import Wish, lay_out
+from ..convert.bit_budget import errors_of
+from ..convert.conversion_plan import plan_conversion
+from ..convert.recipe import ConvertOptions
 from ..errors import UserError
 from ..models.tensor_roles import CONVOLUTION, TENSOR_FAMILIES, tensor_family
 from ..weights.quantization import Quantization
@@ -117,11 +118,11 @@ class Recipe:
     def relative_error(self, source: str | Path) -> float:
         """Sum over a family's weights of ``|W - Q(W)|^2 / |W|^2``."""
         packing = Quantization(_BASES[self.base]["q_bits"], 64)
-        layout, total = lay_out(open_source(source), Wish()), 0.0
+        plan, total = plan_conversion(open_source(source), ConvertOptions()), 0.0
         names = {f"{path}.weight" for path in family_paths(source, self.family)}
-        for step in layout.mapping.steps:
+        for step in plan.mapping.steps:
             if names & step.outputs.keys():
-                made = step.run(layout.view.reading(layout.source.read))
+                made = step.run(plan.view.reading(plan.source.read))
                 total += sum(errors_of([made[n]], [packing])[0] for n in names & made.keys())
         return total
 
@@ -129,7 +130,7 @@ class Recipe:
 def family_paths(source: str | Path, family: str) -> list[str]:
     """The weights of a family that 64 columns a group fit. Raises UserError if there are none."""
     packing, paths = Quantization(8, 64), []
-    for name, spec in lay_out(open_source(source), Wish()).outputs.items():
+    for name, spec in plan_conversion(open_source(source), ConvertOptions()).outputs.items():
         path, _, part = name.rpartition(".")
         matrix = part == "weight" and len(spec.shape) > 1 and not CONVOLUTION.search(path)
         if matrix and tensor_family(name) == family and packing.fits(spec.shape[-1]):

@@ -36,7 +36,7 @@ def tensor_hashes(folder: Path) -> dict[str, str]:
 
 def file_hashes(folder: Path) -> dict[str, str]:
     """File name -> SHA-256."""
-    from ..convert.journal import file_hash
+    from ..convert.resume import file_hash
 
     return {path.name: str(file_hash(path)) for path in sorted(folder.iterdir())}
 

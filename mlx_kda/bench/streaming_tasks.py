@@ -61,16 +61,18 @@ def at_once(source: Path, out: Path, bits: int | None, _: int) -> None:
     """The same recipe with the whole model in memory, saved by MLX in one file."""
     import mlx.core as mx
 
-    from ..convert.layout import Wish, lay_out
+    from ..convert.conversion_plan import plan_conversion
+    from ..convert.recipe import ConvertOptions
     from ..weights.source import open_source
 
-    layout = lay_out(open_source(source), Wish(q_bits=bits))
+    plan = plan_conversion(open_source(source), ConvertOptions(q_bits=bits))
     arrays: dict[str, mx.array] = {}
     for file in sorted(source.glob("*.safetensors")):
         arrays |= mx.load(str(file))
     made: dict[str, mx.array] = {}
-    for step in layout.steps:
-        made |= step.run(arrays.__getitem__)
+    for step in plan.steps:
+        for name, pieces in step.stream(arrays.__getitem__):
+            made[name] = mx.concatenate(list(pieces))
     out.mkdir()
     mx.save_safetensors(str(out / "model.safetensors"), made, {"format": "mlx"})
 

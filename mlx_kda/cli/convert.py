@@ -145,7 +145,7 @@ def _convert(args: argparse.Namespace, wish: dict) -> int:
             overwrite=args.overwrite,
             shard_bytes=args.shard_size,
             progress=lambda done, total, name: bar(done / 1e6, total / 1e6),
-            say=output.note,
+            log=output.note,
         )
     for warning in report.warnings:
         output.note(f"warning: {warning}")

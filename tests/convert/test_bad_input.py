@@ -232,7 +232,7 @@ def test_an_output_without_a_name_is_refused(source, tmp_path, monkeypatch, out)
     """An empty "." used to end in ValueError."""
     monkeypatch.chdir(tmp_path)
     before = snapshot(tmp_path)
-    with pytest.raises(UserError, match="say what the folder is called"):
+    with pytest.raises(UserError, match="has no name of its own"):
         convert(source, out)
     assert snapshot(tmp_path) == before
 
@@ -257,7 +257,7 @@ def test_a_failed_overwrite_leaves_the_old_output(source, tmp_path, monkeypatch)
     out = tmp_path / "out"
     convert(source, out)
     before = snapshot(out)
-    monkeypatch.setattr("mlx_kda.convert.run.write_weights", lambda *args: 1 / 0)
+    monkeypatch.setattr("mlx_kda.convert.conversion._write_weights", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         convert(source, out, overwrite=True)
     assert snapshot(out) == before
@@ -282,7 +282,7 @@ def kept(source: Path, out: Path, error: type[BaseException], **wish) -> str:
     """Converting fails; nothing has the final name, the source is as it was, the rest is told."""
     before, said = snapshot(source), []
     with pytest.raises(error) as caught:
-        convert(source, out, shard_bytes=100_000, say=said.append, **wish)
+        convert(source, out, shard_bytes=100_000, log=said.append, **wish)
     assert snapshot(source) == before
     assert not out.exists()
     partial = out.with_name("out.partial")
@@ -312,7 +312,7 @@ def test_a_disk_that_is_too_small_is_refused_beforehand(source, tmp_path, monkey
     class Usage:
         free = 1000
 
-    monkeypatch.setattr("mlx_kda.convert.output.shutil.disk_usage", lambda path: Usage)
+    monkeypatch.setattr("mlx_kda.convert.output_dir.shutil.disk_usage", lambda path: Usage)
     failing_write(monkeypatch, 0, AssertionError("nothing may be written"))
     refused(source, tmp_path / "out", "needs", "1 KB free")
 

@@ -112,8 +112,8 @@ def test_a_download_that_fails_keeps_what_is_finished(hub, source, tmp_path, mon
             convert(REPO, tmp_path / "out", **wish)
     assert list((tmp_path / "out.partial").glob("model-*"))
     said, before = [], hub.sent["model-00001-of-00002.safetensors"]
-    convert(REPO, tmp_path / "out", **wish, resume=True, say=said.append)
-    assert "going on" in said[-1]
+    convert(REPO, tmp_path / "out", **wish, resume=True, log=said.append)
+    assert "resuming" in said[-1]
     # headers are read again, the file is not
     assert hub.sent["model-00001-of-00002.safetensors"] - before <= 100_001
     convert(source, tmp_path / "wanted", **wish)

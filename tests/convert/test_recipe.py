@@ -14,11 +14,10 @@ from tolerances import STOCK
 
 from mlx_kda.cli.main import main
 from mlx_kda.convert import convert, plan
-from mlx_kda.convert.budget import allot, errors_of, measure
-from mlx_kda.convert.journal import Journal
-from mlx_kda.convert.layout import Wish, lay_out
-from mlx_kda.convert.recipe import Recipe, Rule
-from mlx_kda.convert.sensitivity import sensitivity
+from mlx_kda.convert.bit_budget import BitBudget, allot, errors_of, measure, sensitivity
+from mlx_kda.convert.conversion_plan import plan_conversion
+from mlx_kda.convert.recipe import ConvertOptions, Rule
+from mlx_kda.convert.resume import ResumeState
 from mlx_kda.errors import UserError
 from mlx_kda.models import load_model
 from mlx_kda.weights.quantization import Quantization
@@ -277,7 +276,7 @@ def test_a_budget_below_the_least_is_refused_before_anything_is_read(source, tmp
     """
     out = tmp_path / "out"
     with monkeypatch.context() as patched:
-        patched.setattr("mlx_kda.convert.budget.measure", lambda *args: pytest.fail("measured"))
+        patched.setattr("mlx_kda.convert.bit_budget.measure", lambda *args: pytest.fail("measured"))
         for command in (plan, convert):
             with pytest.raises(UserError, match="--target-bpw 2.5 is below") as refusal:
                 command(source, out, target_bpw=2.5)
@@ -307,7 +306,7 @@ def test_error_of_a_weight_in_slices(monkeypatch, bits):
     back = mx.dequantize(*mx.quantize(weight, **how), **how)
     wide = weight.astype(mx.float32)
     truth = ((back.astype(mx.float32) - wide).square().sum() / wide.square().sum()).item()
-    monkeypatch.setattr("mlx_kda.convert.budget.SLICE", 64 * 7)
+    monkeypatch.setattr("mlx_kda.convert.bit_budget.SLICE", 64 * 7)
     pieces = [weight[:13], weight[13:14], weight[14:]]
     found = errors_of(pieces, [Quantization(bits, 64), Quantization(bits, 32)])
     assert found[0] == pytest.approx(truth, rel=1e-4) and found[1] < found[0]
@@ -322,19 +321,19 @@ def test_a_budget_measures_stacked_experts_in_pieces(source, tmp_path):
 
     found = []
     for name in ("a", "b"):
-        layout = lay_out(open_source(source), Wish(target_bpw=7))
+        layout = plan_conversion(open_source(source), ConvertOptions(target_bpw=7))
         if name == "b":
             layout.mapping.steps = [
                 replace(step, run=whole) if step.pieces else step for step in layout.mapping.steps
             ]
         (tmp_path / name).mkdir()
-        found.append(measure(layout, Journal(tmp_path / name), None))
+        found.append(measure(BitBudget(layout), ResumeState(tmp_path / name), None))
     assert found[0] == found[1]
     assert sum("switch_mlp" in path for path in found[0]) == 9
 
 
 def test_as_config_names_what_differs():
-    recipe = Recipe.make(4, 64, "affine", ["a=8,32"])
+    recipe = ConvertOptions(q_bits=4, q_rules=["a=8,32"]).recipe()
     recipe.packed = {"x.a": Quantization(8, 32), "x.b": Quantization(4, 64)}
     form = {"bits": 8, "group_size": 32, "mode": "affine"}
     assert recipe.as_config() == {"bits": 4, "group_size": 64, "mode": "affine", "x.a": form}
@@ -409,15 +408,15 @@ def test_the_plan_command(source, tmp_path, capsys, monkeypatch):
     class Usage:
         free = 1000
 
-    monkeypatch.setattr("mlx_kda.convert.output.shutil.disk_usage", lambda path: Usage)
+    monkeypatch.setattr("mlx_kda.convert.output_dir.shutil.disk_usage", lambda path: Usage)
     assert main(["convert", str(source), out, "--plan"]) == 2
     shown, err = capsys.readouterr()
     assert "peak memory" in shown and "1 KB free" in err and err.count("\n") == 1
-    monkeypatch.setattr("mlx_kda.convert.layout.IDLE_BYTES", 10**18)
+    monkeypatch.setattr("mlx_kda.convert.conversion_plan.IDLE_BYTES", 10**18)
     assert main(["convert", str(source), out, "--plan"]) == 2
     assert "of memory, this machine has" in capsys.readouterr().err
     monkeypatch.undo()
-    monkeypatch.setattr("mlx_kda.convert.layout.IDLE_BYTES", 10**18)
+    monkeypatch.setattr("mlx_kda.convert.conversion_plan.IDLE_BYTES", 10**18)
     assert main(["convert", str(source), out]) == 2
     assert "of memory, this machine has" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -8,7 +8,7 @@ import pytest
 from helpers.tiny_checkpoint import write_checkpoint
 
 from mlx_kda.cli.main import main
-from mlx_kda.convert import convert, run, verify
+from mlx_kda.convert import conversion, convert, verify
 from mlx_kda.errors import UserError
 
 
@@ -49,11 +49,11 @@ def test_the_source_is_no_output(source, tmp_path, capsys, name):
 
 # Killed between the two renames that put a new output in an older one's place.
 KILLED = (
-    "import os, sys; from mlx_kda.convert import output; real, count = os.rename, []\n"
+    "import os, sys; from mlx_kda.convert import output_dir; real, count = os.rename, []\n"
     "def rename(a, b):\n"
     "    count.append(a)\n"
     "    os._exit(9) if len(count) == 2 else real(a, b)\n"
-    "output.os.rename = rename\n"
+    "output_dir.os.rename = rename\n"
     "from mlx_kda.cli.main import main; sys.exit(main(sys.argv[1:]))"
 )
 
@@ -80,14 +80,14 @@ def test_a_kill_between_the_renames_loses_neither_output(source, tmp_path, then)
 
 def test_an_output_that_appears_meanwhile_is_not_replaced(source, tmp_path, monkeypatch):
     """Another process finishes between the look at the output and the lock."""
-    out, real = tmp_path / "out", run.read_companions
+    out, real = tmp_path / "out", conversion.read_aux_files
 
     def meanwhile(origin):
-        monkeypatch.setattr(run, "read_companions", real)
+        monkeypatch.setattr(conversion, "read_aux_files", real)
         convert(source, out, dtype="float16")
         return real(origin)
 
-    monkeypatch.setattr(run, "read_companions", meanwhile)
+    monkeypatch.setattr(conversion, "read_aux_files", meanwhile)
     with pytest.raises(UserError, match="not empty"):
         convert(source, out, dtype="bfloat16")
     assert dtype(out) == "float16" and verify(out).ok

@@ -56,15 +56,15 @@ def break_off(monkeypatch, source: Path, out: Path, after: int, **wish) -> list[
 
 def watch_writes(monkeypatch) -> list[str]:
     """Names of the weight files that are written from now on."""
-    import mlx_kda.convert.shards as shards
+    from mlx_kda.convert import conversion
 
-    written, real = [], shards.write_file
+    written, real = [], conversion.write_file
 
     def write_file(path, *args, **options):
         written.append(path.name)
         return real(path, *args, **options)
 
-    monkeypatch.setattr(shards, "write_file", write_file)
+    monkeypatch.setattr(conversion, "write_file", write_file)
     return written
 
 
@@ -74,7 +74,7 @@ def test_a_conversion_goes_on_where_it_was(source, whole, tmp_path, monkeypatch,
     left = break_off(monkeypatch, source, out, after)
     assert left
     written, said = watch_writes(monkeypatch), []
-    convert(source, out, **WISH, resume=True, say=said.append)
+    convert(source, out, **WISH, resume=True, log=said.append)
     assert files(out) == whole
     count = len([name for name in whole if name.startswith("model-")])
     assert len(written) == count - len(left)
@@ -109,7 +109,7 @@ def test_what_is_there_is_checked(source, whole, tmp_path, monkeypatch, fault):
     else:
         victim.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     said = []
-    convert(source, out, **WISH, resume=True, say=said.append)
+    convert(source, out, **WISH, resume=True, log=said.append)
     assert any("damaged" in line and left[1] in line for line in said)
     assert files(out) == whole
 
@@ -148,7 +148,7 @@ def test_another_source_is_refused(source, tmp_path, monkeypatch):
 def test_another_version_is_refused(source, tmp_path, monkeypatch):
     out = tmp_path / "out"
     break_off(monkeypatch, source, out, 40)
-    monkeypatch.setattr("mlx_kda.convert.layout.__version__", "9.9")
+    monkeypatch.setattr("mlx_kda.convert.conversion_plan.__version__", "9.9")
     with pytest.raises(UserError, match=r"another version: .*, now 9\.9"):
         convert(source, out, **WISH, resume=True)
 
@@ -156,10 +156,10 @@ def test_another_version_is_refused(source, tmp_path, monkeypatch):
 def test_resume_without_anything_to_resume(source, whole, tmp_path):
     """It begins; and on an output that is whole there is nothing to do, of this recipe only."""
     out, said = tmp_path / "out", []
-    convert(source, out, **WISH, resume=True, say=said.append)
+    convert(source, out, **WISH, resume=True, log=said.append)
     assert files(out) == whole and "no unfinished conversion" in said[0]
-    report = convert(source, out, **WISH, resume=True, say=said.append)
-    assert "whole already" in said[-1] and report.bytes_out > 0
+    report = convert(source, out, **WISH, resume=True, log=said.append)
+    assert "complete already" in said[-1] and report.bytes_out > 0
     assert files(out) == whole
     with pytest.raises(UserError, match="not empty"):
         convert(source, out, **(WISH | {"q_bits": 8}), resume=True)
@@ -183,7 +183,7 @@ def test_resume_does_not_call_an_output_whole_that_lost_a_file(source, whole, tm
 
 def test_a_byte_budget_is_measured_once(source, tmp_path, monkeypatch):
     """What was measured before the kill is not measured again, and the choice is the same."""
-    import mlx_kda.convert.budget as budget
+    import mlx_kda.convert.bit_budget as budget
 
     wish = {"target_bpw": 6.5, "shard_bytes": SIZE}
     real, count, stop = budget.errors_of, 0, 0
@@ -217,8 +217,8 @@ def test_files_of_another_choice_are_written_again(source, whole, tmp_path, monk
     record = tmp_path / "out.partial" / f".{left[1]}.done.json"
     record.write_text(json.dumps(json.loads(record.read_text()) | {"holds": "other tensors"}))
     written, said = watch_writes(monkeypatch), []
-    convert(source, tmp_path / "out", **WISH, resume=True, say=said.append)
-    assert any("of another choice" in line and left[1] in line for line in said)
+    convert(source, tmp_path / "out", **WISH, resume=True, log=said.append)
+    assert any("made with other choices" in line and left[1] in line for line in said)
     assert any(left[1] in name for name in written)
     assert not any(left[0] in name for name in written)
     assert files(tmp_path / "out") == whole
@@ -252,12 +252,13 @@ def test_kill_9_at_any_moment_then_resume(source, whole, tmp_path):
     out = tmp_path / "out"
     command = [*COMMAND, source, out, *OPTIONS, "--resume"]
     slow = (
-        "import sys, time; from mlx_kda.convert import shards; from mlx_kda.cli.main import main; "
-        "real, pauses = shards.write_file, [0.01, 0.01]\n"
+        "import sys, time; from mlx_kda.convert import conversion\n"
+        "from mlx_kda.cli.main import main\n"
+        "real, pauses = conversion.write_file, [0.01, 0.01]\n"
         "def write_file(*a, **k):\n"
         "    time.sleep(pauses.pop() if pauses else 300)\n"
         "    return real(*a, **k)\n"
-        "shards.write_file = write_file; sys.exit(main(sys.argv[1:]))"
+        "conversion.write_file = write_file; sys.exit(main(sys.argv[1:]))"
     )
     seen = set()
     for number in range(10):

@@ -9,10 +9,10 @@ from helpers.tiny_checkpoint import write_checkpoint
 from tolerances import STOCK
 
 from mlx_kda.convert import convert
-from mlx_kda.convert.divergence import Divergence
-from mlx_kda.convert.layout import Wish, lay_out
-from mlx_kda.convert.rows import Rows
-from mlx_kda.convert.weights import plain_weights
+from mlx_kda.convert.compare_errors import Divergence
+from mlx_kda.convert.compare_weights import ModelWeights
+from mlx_kda.convert.conversion_plan import plan_conversion
+from mlx_kda.convert.recipe import ConvertOptions
 from mlx_kda.weights.safetensors import in_pieces, read_bytes
 from mlx_kda.weights.source import Reader, open_source
 
@@ -34,17 +34,15 @@ def folders(tmp_path_factory):
 @pytest.mark.parametrize("dequantize", [False, True])
 @pytest.mark.parametrize("name", ["source", "plain", "affine", "mxfp4"])
 def test_rows_are_those_of_the_whole_weight(folders, name, dequantize, at_a_time):
-    layout = lay_out(open_source(folders / name), Wish(dequantize=dequantize))
-    rows = Rows(layout, hashed=True)
-    whole = {}
+    layout = plan_conversion(open_source(folders / name), ConvertOptions(dequantize=dequantize))
+    rows = ModelWeights(layout, hashed=True)
     with Reader(layout.source, ()) as rows.reader:
-        steps = layout.mapping.steps
-        whole.update(plain_weights(steps, layout.view, layout.mapping.quantized, rows.reader))
+        whole = dict(rows.of_steps(layout.mapping.steps))
         for path in PATHS:
             blocks = list(rows.blocks(path, at_a_time))
             weight = whole[f"{path}.weight"]
             assert blocks[0][0] == 0 and blocks[-1][1] == weight.shape[0]
-            parts = [rows(path, start, stop) for start, stop in blocks]
+            parts = [rows.rows(path, start, stop) for start, stop in blocks]
             assert max(part.shape[0] for part in parts) <= (at_a_time or weight.shape[0])
             assert mx.array_equal(mx.concatenate(parts).astype(weight.dtype), weight)
     for stored in rows.digests:
@@ -54,10 +52,10 @@ def test_rows_are_those_of_the_whole_weight(folders, name, dequantize, at_a_time
 
 
 def test_rows_out_of_order_have_no_digest(folders):
-    layout = lay_out(open_source(folders / "affine"), Wish())
+    layout = plan_conversion(open_source(folders / "affine"), ConvertOptions())
     with pytest.raises(RuntimeError, match="order"):
-        Rows(layout, hashed=True)(PATHS[0], 5, 7)
-    assert Rows(layout, hashed=False)(PATHS[0], 5, 7).shape == (2, 64)
+        ModelWeights(layout, hashed=True).rows(PATHS[0], 5, 7)
+    assert ModelWeights(layout, hashed=False).rows(PATHS[0], 5, 7).shape == (2, 64)
 
 
 def test_pieces_of_a_stored_tensor_cover_it(folders):

@@ -10,7 +10,7 @@ import time
 import pytest
 from helpers.tiny_checkpoint import write_checkpoint
 
-from mlx_kda.convert import building, convert, run, verify
+from mlx_kda.convert import conversion, convert, output_dir, verify
 from mlx_kda.errors import UserError
 
 # The program, which waits before its `count`-th call of a function: argv is MODULE FUNCTION COUNT
@@ -100,12 +100,12 @@ def test_three_that_begin_at_once(source, tmp_path, meet, monkeypatch, begun):
     wish = {"shard_bytes": 100_000}
     if begun:
         with monkeypatch.context() as patch:
-            patch.setattr(run, "finish_folder", lambda *args: 1 / 0)
+            patch.setattr(conversion, "_finish_folder", lambda *args: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 convert(source, out, **wish)
         assert (tmp_path / "out.partial" / ".resume.json").exists()
     argv = [source, out, "--shard-size", "100000", "--resume"]
-    processes = [waiting("mlx_kda.convert.run", "locked", 1, meet, *argv) for _ in range(3)]
+    processes = [waiting("mlx_kda.convert.conversion", "locked", 1, meet, *argv) for _ in range(3)]
     arrived(meet, *processes)
     (meet / "go").touch()
     ends = [ended(process) for process in processes]
@@ -115,8 +115,8 @@ def test_three_that_begin_at_once(source, tmp_path, meet, monkeypatch, begun):
             assert len(lines) == 1 and "another conversion is writing" in lines[0]
         else:
             assert status == 0
-            assert "whole already" in said or ("going on" if begun else "no unfinished") in said
-    wrote = [said for status, said in ends if status == 0 and "whole already" not in said]
+            assert "complete already" in said or ("resuming" if begun else "no unfinished") in said
+    wrote = [said for status, said in ends if status == 0 and "complete already" not in said]
     assert len(wrote) == 1
     is_whole_and_alone(out)
 
@@ -126,17 +126,17 @@ def test_the_other_finishes_between_the_folder_and_its_lock(
     source, tmp_path, monkeypatch, overwrite
 ):
     """A second --resume used to be told to look at the output, or that it was in the way."""
-    out, real, said = tmp_path / "out", building.try_lock, []
+    out, real, said = tmp_path / "out", output_dir.try_lock, []
 
     def lock_later(path, remove):
-        monkeypatch.setattr(building, "try_lock", real)
+        monkeypatch.setattr(output_dir, "try_lock", real)
         path.parent.rmdir()
         convert(source, out)
         return real(path, remove)
 
-    monkeypatch.setattr(building, "try_lock", lock_later)
-    report = convert(source, out, resume=True, overwrite=overwrite, say=said.append)
-    assert report.tensors_out and "whole already" in said[-1]
+    monkeypatch.setattr(output_dir, "try_lock", lock_later)
+    report = convert(source, out, resume=True, overwrite=overwrite, log=said.append)
+    assert report.tensors_out and "complete already" in said[-1]
     is_whole_and_alone(out)
 
 
@@ -163,20 +163,20 @@ def test_a_folder_that_appears_during_a_conversion_is_not_replaced(
     source, tmp_path, monkeypatch, overwrite
 ):
     """Somebody's own files in the output's place at the end of the work used to be deleted."""
-    out, real = tmp_path / "out", run.finish_folder
+    out, real = tmp_path / "out", conversion._finish_folder
 
     def meanwhile(*args):
         out.mkdir()
         (out / "mine").write_text("mine")
         return real(*args)
 
-    monkeypatch.setattr(run, "finish_folder", meanwhile)
+    monkeypatch.setattr(conversion, "_finish_folder", meanwhile)
     said = []
     with pytest.raises(UserError, match="not empty|not written by mlx-kda"):
-        convert(source, out, overwrite=overwrite, say=said.append)
+        convert(source, out, overwrite=overwrite, log=said.append)
     assert (out / "mine").read_text() == "mine" and "--resume" in said[-1]
     (out / "mine").unlink()
-    monkeypatch.setattr(run, "finish_folder", real)
+    monkeypatch.setattr(conversion, "_finish_folder", real)
     convert(source, out, resume=True)
     is_whole_and_alone(out)
 
@@ -186,20 +186,20 @@ def test_an_older_output_whose_place_was_taken_is_not_thrown_away(source, tmp_pa
     out, partial = tmp_path / "out", tmp_path / "out.partial"
     convert(source, out)
     partial.mkdir()
-    (partial / building.LOCK).touch()
-    out.rename(partial / building.OLD)
+    (partial / output_dir.LOCK).touch()
+    out.rename(partial / output_dir.OLD)
     out.mkdir()
     (out / "mine").write_text("mine")
     with pytest.raises(UserError, match="not empty"):
         convert(source, out)
-    assert (out / "mine").exists() and verify(partial / building.OLD).ok
+    assert (out / "mine").exists() and verify(partial / output_dir.OLD).ok
 
 
 def test_a_record_that_lacks_a_fact_is_no_finished_file(source, tmp_path, monkeypatch):
     """It used to end the conversion with a KeyError."""
     out, partial = tmp_path / "out", tmp_path / "out.partial"
     with monkeypatch.context() as patch:
-        patch.setattr(run, "finish_folder", lambda *args: 1 / 0)
+        patch.setattr(conversion, "_finish_folder", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             convert(source, out, shard_bytes=100_000)
     for record, fact in zip(
@@ -209,7 +209,7 @@ def test_a_record_that_lacks_a_fact_is_no_finished_file(source, tmp_path, monkey
         del facts[fact]
         record.write_text(json.dumps(facts))
     said = []
-    convert(source, out, shard_bytes=100_000, resume=True, say=said.append)
+    convert(source, out, shard_bytes=100_000, resume=True, log=said.append)
     assert sum("is damaged" in line for line in said) == 3
     is_whole_and_alone(out)
 

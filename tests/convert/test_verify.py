@@ -13,11 +13,13 @@ from helpers.trained import EXAMPLES
 from tolerances import STOCK
 
 from mlx_kda.cli.main import main
-from mlx_kda.convert import convert, soundness, verify
+from mlx_kda.convert import checks, convert, verify
+from mlx_kda.convert.checks import SAMPLE
 from mlx_kda.convert.compare import compare
-from mlx_kda.convert.layout import Wish, lay_out
-from mlx_kda.convert.sample import ROW, TEXT, sample_tokens
-from mlx_kda.convert.weight_errors import weight_bound
+from mlx_kda.convert.compare_errors import weight_bound
+from mlx_kda.convert.conversion_plan import plan_conversion
+from mlx_kda.convert.recipe import ConvertOptions
+from mlx_kda.convert.verification import ROW, sample_tokens
 from mlx_kda.errors import UserError
 from mlx_kda.models import load_model
 from mlx_kda.tokenizer import load_tokenizer
@@ -232,7 +234,7 @@ def test_a_tokenizer_that_loses_text_is_found(bad, monkeypatch, way):
         (bad / "tokenizer.json").write_text(json.dumps(content))
         (bad / "conversion.json").unlink()
     else:
-        monkeypatch.setattr(soundness.ByteDetokenizer, "finalize", soundness.ByteDetokenizer.reset)
+        monkeypatch.setattr(checks.ByteDetokenizer, "finalize", checks.ByteDetokenizer.reset)
     assert failed(verify(bad)) == {"tokenizer": "the text comes back changed"}
 
 
@@ -241,9 +243,9 @@ def test_the_tokenizer_that_is_tried_is_the_one_that_generates(source, good, kin
     """It is tried without transformers: ids, text and ends must be those of `load_tokenizer`."""
     folder = {"tiktoken.model": source, "tokenizer.json": good, "tokenizer.model": FLA}[kind]
     assert (folder / kind).is_file()
-    ids, texts, ends = soundness._tried(open_source(folder))
+    ids, texts, ends = checks._try_tokenizer(open_source(folder))
     tokenizer = load_tokenizer(folder)
-    assert ids == tokenizer.encode(TEXT, add_special_tokens=False)
+    assert ids == tokenizer.encode(SAMPLE, add_special_tokens=False)
     assert texts == [tokenizer.decode(ids)] * 2
     assert ends == sorted(tokenizer.eos_token_ids)
 
@@ -251,7 +253,7 @@ def test_the_tokenizer_that_is_tried_is_the_one_that_generates(source, good, kin
     bare = shutil.copytree(folder, tmp_path / "bare")
     word = tokenizer.convert_ids_to_tokens(ids[0])
     edit_json(bare / "tokenizer_config.json", eos_token=word)
-    ends = soundness._tried(open_source(bare))[2]
+    ends = checks._try_tokenizer(open_source(bare))[2]
     assert ids[0] in ends and ends == sorted(load_tokenizer(bare).eos_token_ids)
 
 
@@ -356,7 +358,7 @@ def test_progress_of_a_comparison_is_in_bytes(good, source):
     heard = []
     verify(good, source, progress=lambda done, total, name: heard.append((done, total, name)))
     compared = [one for one in heard if one[2].startswith("comparing")]
-    plain = sum(tensor.nbytes for tensor in lay_out(open_source(source), Wish()).outputs.values())
+    plain = plan_conversion(open_source(source), ConvertOptions()).nbytes
     assert {total for _, total, _ in compared} == {plain}
     done = [done for done, _, _ in compared]
     assert done == sorted(done) and plain / 2 < done[-1] < plain
@@ -390,7 +392,7 @@ def test_memory_is_that_of_a_unit(good, source, monkeypatch):
 
     seen, real = [], module._load
     monkeypatch.setattr(module, "_load", lambda m, w, unit: (seen.append(set(w)), real(m, w, unit)))
-    layouts = [lay_out(open_source(folder), Wish()) for folder in (source, good)]
+    layouts = [plan_conversion(open_source(folder), ConvertOptions()) for folder in (source, good)]
     compare(*layouts, mx.array([[1, 2, 3]]))
     assert len(seen) == 3 * (4 + 1)
     assert all(len({".".join(name.split(".")[:3]) for name in names}) == 1 for names in seen)
@@ -422,9 +424,9 @@ def test_texts_to_compare_on(good, tmp_path):
         ("a.txt", b"\xff\xfe", "UTF-8"),
         ("a.json", b"{", "JSON"),
         ("a.json", b"{}", "list"),
-        ("a.json", b"[1, 900]", "below 288"),
-        ("a.json", b"[1, -1]", "below 288"),
-        ("a.json", b'["a", "b"]', "below 288"),
+        ("a.json", b"[1, 900]", "outside 0 to 287"),
+        ("a.json", b"[1, -1]", "outside 0 to 287"),
+        ("a.json", b'["a", "b"]', "outside 0 to 287"),
         ("a.json", b"[1]", "fewer than two"),
         ("a.txt", b"", "fewer than two"),
         ("none.txt", None, "cannot be read"),

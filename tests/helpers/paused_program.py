@@ -78,9 +78,9 @@ def prepare() -> None:
 
         files.write_file = begun
     elif PLACE == "writing":
-        from mlx_kda.convert import shards
+        from mlx_kda.convert import conversion
 
-        pause_before(shards, "write_file", int(DETAIL))
+        pause_before(conversion, "write_file", int(DETAIL))
     else:
         sys.exit(f"no place {PLACE}")
 

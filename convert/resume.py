@@ -1,9 +1,9 @@
-"""What an unfinished conversion has behind it, written down beside its files so that it can go on.
+"""Records of an unfinished conversion, kept beside its files so that it can be resumed.
 
 .resume.json             what is converted, from what, by which recipe
-.NAME.done.json          for each finished weight file: bytes, SHA-256, a hash of what it was to
-                         hold, digests of its sources
-.measured.jsonl          errors measured for a byte budget, a line a weight
+.NAME.done.json          for each finished weight file: bytes, SHA-256, a hash of its contents'
+                         names and shapes, digests of its source tensors
+.measured.jsonl          errors measured for a byte budget, one line per weight
 """
 
 import contextlib
@@ -22,61 +22,60 @@ FACTS = ("bytes", "sha256", "holds", "sources")  # of a finished weight file
 BLOCK = 16_000_000
 
 
-class Journal:
+class ResumeState:
     """The records of one partial folder."""
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.files: dict[str, dict[str, Any]] = {}  # finished weight files
+        self.files: dict[str, dict[str, Any]] = {}  # finished weight files -> their facts
 
     @property
     def is_begun(self) -> bool:
-        """Whether the folder holds work that is worth going on with."""
+        """Whether the folder holds finished work."""
         done = any(self.folder.glob(".*.done.json")) or (self.folder / MEASURED).is_file()
         return done and self._read(BEGUN) is not None
 
     def begin(self, identity: dict[str, Any]) -> None:
-        """Write down what is converted."""
+        """Record what is converted."""
         self._write(BEGUN, identity)
 
     def check(self, identity: dict[str, Any]) -> None:
-        """Refuse to go on with another source, recipe, shard size or version."""
+        """Raise UserError if another source, recipe, shard size or version was begun here."""
         begun = self._read(BEGUN) or {}
         for key, value in identity.items():
             if begun.get(key) != value:
                 shown = f": {begun.get(key)}, now {value}" if not isinstance(value, dict) else ""
                 raise UserError(
                     f"{self.folder} was begun with another {key.replace('_', ' ')}{shown}; repeat "
-                    "that command, or pass --overwrite to begin anew"
+                    "that command, or pass --overwrite to start again"
                 )
 
-    def take(self, wanted: dict[str, str], checked: Callable[[str], None]) -> list[str]:
-        """Take over the finished files whose checksum is right; the names of those that are not.
+    def take(self, wanted: dict[str, str], log: Callable[[str], None]) -> list[str]:
+        """Take the finished files whose checksum is right; returns the names of the damaged ones.
 
-        `wanted` has a hash of what each file is to hold, and `checked` hears each name before the
-        file is read.
+        ``wanted`` is file name -> hash of what it is to contain.
         """
         damaged = []
-        for name, holds in wanted.items():
-            record = self._read(_done(name))
-            if record is None:
+        for name, contents in wanted.items():
+            facts = self._read(_done(name))
+            if facts is None:
                 continue
-            checked(name)
-            known = all(record.get(fact) for fact in FACTS) and record["holds"] == holds
-            if known and file_hash(self.folder / name) == record["sha256"]:
-                self.files[name] = record
+            log(f"checking {name}")
+            known = all(facts.get(fact) for fact in FACTS) and facts["holds"] == contents
+            if known and file_hash(self.folder / name) == facts["sha256"]:
+                self.files[name] = facts
             else:
                 damaged.append(name)
                 (self.folder / _done(name)).unlink()
         return damaged
 
     def record(self, name: str, facts: dict[str, Any]) -> None:
-        """Note a finished weight file."""
+        """Record a finished weight file."""
         self.files[name] = facts
         self._write(_done(name), facts)
 
     def measured(self) -> dict[str, Any]:
-        """What was measured so far, by path; a line cut short is passed over."""
+        """Path -> the errors measured so far; a line that was cut short is skipped."""
         found = {}
         with contextlib.suppress(OSError):
             for line in (self.folder / MEASURED).read_text().splitlines():
@@ -85,20 +84,20 @@ class Journal:
                     found[path] = errors
         return found
 
-    def measure(self, path: str, errors: Any) -> None:
-        """Note what was measured for one weight."""
+    def record_errors(self, path: str, errors: Any) -> None:
+        """Record the errors measured for one weight."""
         with (self.folder / MEASURED).open("a") as file:
             file.write(json.dumps([path, errors]) + "\n")
 
     def clear(self, keep: set[str]) -> None:
-        """Remove all files but those to keep, the finished ones and the records."""
+        """Remove all files except these, the finished ones and the records."""
         for path in self.folder.iterdir():
             ours = path.name in (BEGUN, MEASURED) or path.name.endswith(".done.json")
             if not ours and path.name not in keep and path.name not in self.files:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def remove(self) -> None:
-        """Remove the records, the one that says what was begun at the very end."""
+        """Remove the records, the one that says what was begun last."""
         for path in self.folder.glob(".*.done.json"):
             path.unlink(missing_ok=True)
         for name in (MEASURED, BEGUN):
@@ -119,23 +118,17 @@ def _done(name: str) -> str:
     return f".{name}.done.json"
 
 
-def file_hash(path: Path, heard: Callable[[int], None] = lambda count: None) -> str | None:
-    """SHA-256 of a file, None if it cannot be read; `heard` hears the bytes as they pass."""
+def file_hash(path: Path, on_read: Callable[[int], None] = lambda count: None) -> str | None:
+    """SHA-256 of a file, None if it cannot be read; ``on_read`` gets the bytes of each block."""
     digest = hashlib.sha256()
     try:
         with path.open("rb", buffering=0) as file:
             while block := file.read(BLOCK):
                 digest.update(block)
-                heard(len(block))
+                on_read(len(block))
     except OSError:
         return None
     return digest.hexdigest()
-
-
-def source_hash(journal: Journal) -> str:
-    """One hash for all source tensors that were read."""
-    facts = journal.files.values()
-    return digest_of({name: d for one in facts for name, d in one["sources"].items()})
 
 
 def digest_of(digests: dict[str, str]) -> str:

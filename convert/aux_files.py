@@ -1,15 +1,24 @@
-"""The config.json of a converted model; of Kimi Linear the hub's dialect, which mlx-lm reads."""
+"""The files beside the weights: config.json, tokenizer, generation settings, licences."""
 
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+from ..files import new_file
 from ..models import fla_kda_weights as fla_kda
 from ..models.fla_kda import FlaKdaConfig
 from ..models.hybrid_config import DENSE, KDA, MOE
 from ..models.kimi_linear import KimiLinearConfig
+from ..tokenizer import end_ids, read_tokenizer, write_tokenizer
+from ..tokenizer.files import TokenizerFiles
+from ..weights.source import CheckpointSource, read_json
+from .report import ConversionReport, write_json
 
-# Remote code, other quantisers' settings, and what is written anew.
+GENERATION = "generation_config.json"
+# Remote code, settings of other quantisers, and keys that are written again.
 DROPPED = {
     "auto_map",
     "quantization",
@@ -20,7 +29,7 @@ DROPPED = {
     "dtype",
     "torch_dtype",
 }
-# Keys of transformers' dialect of Kimi Linear that say what the hub's keys say.
+# Keys of transformers' dialect of Kimi Linear that the hub's keys replace.
 NATIVE = {
     "layer_types",
     "mlp_layer_types",
@@ -36,17 +45,53 @@ NATIVE = {
 }
 
 
-def written_config(
+@dataclass
+class AuxFiles:
+    """Tokenizer (None if the source has none), generation settings, ids of the end tokens."""
+
+    tokenizer: TokenizerFiles | None
+    generation: dict[str, Any]
+    eos_ids: list[int]
+
+
+def read_aux_files(source: CheckpointSource) -> AuxFiles:
+    """Read them from a source; CheckpointError where a file is damaged."""
+    tokenizer = read_tokenizer(source.folder, source.config)
+    path = source.folder / GENERATION
+    generation = read_json(path) if path.is_file() else {}
+    return AuxFiles(tokenizer, generation, end_ids(tokenizer, source.config, generation))
+
+
+def write_aux_files(
+    files: AuxFiles, source: CheckpointSource, folder: Path, report: ConversionReport
+) -> None:
+    """Write all but config.json to an output; the report gets what became of the tokenizer."""
+    if files.tokenizer is None:
+        report.warnings.append("the source has no tokenizer")
+    else:
+        report.tokenizer = write_tokenizer(files.tokenizer, folder, source.config)
+    for path in sorted(source.folder.glob("LICENSE*")):
+        if path.is_file():
+            with new_file(folder / path.name) as temporary:
+                shutil.copyfile(path, temporary)
+    generation = dict(files.generation)
+    if files.eos_ids:
+        generation["eos_token_id"] = files.eos_ids
+    if generation:
+        write_json(folder / GENERATION, generation)
+
+
+def output_config(
     raw: dict[str, Any],
     config: KimiLinearConfig | FlaKdaConfig,
     dtype: mx.Dtype,
     quantization: dict | None,
     eos_ids: list[int],
 ) -> tuple[dict[str, Any], list[str]]:
-    """The dictionary to write, and warnings about what stock mlx-lm will not understand.
+    """The config.json to write, and warnings about what stock mlx-lm does not understand.
 
-    Keys of the source that are not known here are kept. `quantization` is in mlx-lm's form: a
-    default and an entry for each weight that differs from it.
+    Kimi Linear's is in the hub's dialect, which mlx-lm reads. Unknown keys of the source are kept.
+    ``quantization`` is in mlx-lm's form: a default and an entry for each weight that differs.
     """
     raw = {key: value for key, value in raw.items() if key not in DROPPED}
     if isinstance(config, FlaKdaConfig):
@@ -116,7 +161,7 @@ def _hub_config(raw: dict[str, Any], config: KimiLinearConfig) -> tuple[dict[str
 
 
 def _dense_rule(config: KimiLinearConfig) -> tuple[int, int]:
-    """`first_k_dense_replace` and `moe_layer_freq` that say which layers are MoE, if any can."""
+    """``first_k_dense_replace`` and ``moe_layer_freq`` for these MoE layers, if any can say it."""
     kinds = config.mlp_layer_types
     if MOE not in kinds:
         return len(kinds), 1
