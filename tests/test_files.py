@@ -187,3 +187,17 @@ def test_a_lock_makes_no_folder(tmp_path):
     with pytest.raises(FileNotFoundError):
         files.try_lock(tmp_path / "missing" / "lock")
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "system, base, expected",
+    [
+        ("Darwin", "/x", "Library/Caches/mlx-kda"),
+        ("Linux", "/x", "/x/mlx-kda"),
+        ("Linux", "", ".cache/mlx-kda"),
+    ],
+)
+def test_where_the_cache_is(monkeypatch, system, base, expected):
+    monkeypatch.setattr(files.platform, "system", lambda: system)
+    monkeypatch.setenv("XDG_CACHE_HOME", base)
+    assert files.cache_dir() == files.Path.home() / expected

@@ -8,9 +8,8 @@ import sys
 from functools import lru_cache
 from pathlib import Path
 
-import mlx
-
 from ...errors import UserError
+from ..emulator.compiler import mlx_include
 
 HERE = Path(__file__).parent
 # bfloat is a type one can compute with from this version on.
@@ -59,7 +58,7 @@ def _version(command: list[str]) -> str:
 
 def headers(folder: Path) -> list[str]:
     """Include flags; writes into ``folder`` what has to be adapted from the installed MLX."""
-    include = Path(next(iter(mlx.__path__))) / "include"
+    include = mlx_include()
     stand_in = HERE.parent / "emulator" / "include"
     kernels = Path("mlx") / "backend" / "metal" / "kernels"
     (folder / kernels).mkdir(parents=True, exist_ok=True)
