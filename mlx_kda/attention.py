@@ -1,26 +1,27 @@
-"""One entrance to every path, which says what it chose and why."""
+"""`kda`, the one entrance to every path, and what it chooses."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import mlx.core as mx
 
 from . import format
 from .kernels import chunk, recurrent
+from .kernels.arguments import supported
 from .ops import chunked, reference, stepwise
-from .ops.inputs import Problem
+from .ops.inputs import CheckedInputs
 from .runners import choose
 
 # Measured on the CPU build: below this many tokens a chunk costs more than its tokens one by one.
 _CHUNK_FROM = 16
 
-_OPS: dict[str, Callable] = {
+_OPS: dict[str, Callable[[CheckedInputs], tuple[mx.array, mx.array]]] = {
     "reference": reference.run,
     "step": stepwise.run,
     "chunk": chunked.run,
 }
-_KERNELS = ("kda_recurrent", "kda_chunk")
+_KERNELS = {"kda_recurrent": recurrent.kda_recurrent, "kda_chunk": chunk.kda_chunk}
 PATHS = ("auto", *_OPS, *_KERNELS)
 
 
@@ -46,7 +47,7 @@ def resolve(runner: str = "auto") -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the dispatcher runs for a call, and why."""
+    """The path that a call takes, and why."""
 
     path: str
     reason: str
@@ -79,7 +80,7 @@ def kda(
         g: natural-log decay, float32: [B, T, Hv, Dk] (KDA), [B, T, Hv] (Gated DeltaNet), or None
             (DeltaNet).
         beta: [B, T, Hv], write strength, in (0, 1) or (0, 2).
-        scale: factor on q, Dk**-0.5 unless given.
+        scale: factor on q, ``Dk**-0.5`` unless given.
         state: [B, Hv, Dv, Dk] float32; zeros unless given.
         lengths: [B] integers; tokens at and past a row's length change nothing and output 0.
         delta_rule: False leaves the delta rule out: (gated) linear attention.
@@ -96,11 +97,11 @@ def kda(
         ValueError: a shape, dtype or path that does not fit, named.
         UserError: a kernel on a machine that cannot run it.
     """
-    p = Problem.read(q, k, v, g, beta, scale, state, lengths, delta_rule)
-    choice = _choose(p, path, runner)
-    if choice.path in _OPS:
-        return _OPS[choice.path](p, q, k, v, g, beta, state, lengths)
-    return _by_kernel(choice.path, runner, p, q, k, v, g, beta, state, lengths)
+    x = CheckedInputs(
+        q, k, v, g, beta, scale=scale, state=state, lengths=lengths, delta_rule=delta_rule
+    )
+    path = _choose(x, path, runner).path
+    return _OPS[path](x) if path in _OPS else _by_kernel(path, runner, x)
 
 
 def explain(
@@ -123,84 +124,66 @@ def explain(
         ValueError: a shape, dtype or path that does not fit, named; a kernel asked for that has
             no instantiation for these arguments, with the reason.
     """
-    return _choose(Problem.read(q, k, v, g, beta, scale, state, lengths, delta_rule), path, runner)
+    x = CheckedInputs(
+        q, k, v, g, beta, scale=scale, state=state, lengths=lengths, delta_rule=delta_rule
+    )
+    return _choose(x, path, runner)
 
 
-def _choose(p: Problem, path: str, runner: str) -> Choice:
-    return _choose_on(p, path, runner, mx.default_device().type)
+def _choose(x: CheckedInputs, path: str, runner: str) -> Choice:
+    if path == "auto":
+        runner, why = resolve(runner)
+        return _choose_auto(x.T, x.Dk, x.Dv, x.dtype, x.empty, runner, why)
+    if path not in PATHS:
+        raise ValueError(f"path must be one of {', '.join(PATHS)}, got {path!r}")
+    if path in _KERNELS:
+        fits, reason = supported(x.Dk, x.Dv, x.dtype)
+        if not fits:
+            raise ValueError(f"path {path!r} cannot run: {reason}")
+    return Choice(path, "asked for by the caller")
 
 
 # A decode step asks the same question every time, and finding the words takes longer than a hash.
 @lru_cache(maxsize=1024)
-def _choose_on(p: Problem, path: str, runner: str, device: mx.DeviceType) -> Choice:
-    if path not in PATHS:
-        raise ValueError(f"path must be one of {', '.join(PATHS)}, got {path!r}")
-    if path in _KERNELS:
-        fits, reason = _fits(path, p)
-        if not fits:
-            raise ValueError(f"path {path!r} cannot run: {reason}")
-    if path != "auto":
-        return Choice(path, "asked for by the caller")
-    name, why_no_kernel = _kernel(p, runner)
-    if name is not None:
-        return Choice(name, why_no_kernel)
-    if p.T >= _CHUNK_FROM:
-        why = f"{format.tokens(p.T)} fill chunks: matrix products instead of a loop"
-        return Choice("chunk", f"{why} ({why_no_kernel})")
-    why = f"{format.tokens(p.T)}, fewer than {_CHUNK_FROM}: the state is read once a token"
-    return Choice("step", f"{why} ({why_no_kernel})")
+def _choose_auto(
+    T: int, Dk: int, Dv: int, dtype: mx.Dtype, empty: bool, runner: str, why: str
+) -> Choice:
+    """What "auto" means for a runner that was chosen because of ``why``."""
+    if runner != "ops" and not empty:
+        fits, reason = supported(Dk, Dv, dtype)
+        if fits:
+            path = "kda_chunk" if T > _CHUNK_FROM else "kda_recurrent"
+            return Choice(path, f"{format.tokens(T)}; {why}")
+        why = reason
+    elif runner != "ops":
+        why = "there is nothing to compute"
+    ops = choose_operations(T)
+    return Choice(ops.path, f"{ops.reason} ({why})")
 
 
-def _kernel(p: Problem, runner: str) -> tuple[str | None, str]:
-    """The kernel for "auto" and the reason, or (None, why none)."""
-    name, why = resolve(runner)
-    if name == "ops":
-        return None, why
-    if p.empty:
-        return None, "there is nothing to compute"
-    path = "kda_chunk" if p.T > _CHUNK_FROM else "kda_recurrent"
-    fits, reason = _fits(path, p)
-    return (path, f"{format.tokens(p.T)}; {why}") if fits else (None, reason)
+def choose_operations(T: int) -> Choice:
+    """The path by MLX operations for T tokens, and why."""
+    if T >= _CHUNK_FROM:
+        why = f"{format.tokens(T)} fill chunks: matrix products instead of a loop"
+        return Choice("chunk", why)
+    why = f"{format.tokens(T)}, fewer than {_CHUNK_FROM}: the state is read once a token"
+    return Choice("step", why)
 
 
-def _fits(path: str, p: Problem) -> tuple[bool, str]:
-    module = chunk if path == "kda_chunk" else recurrent
-    return module.supported(p.Dk, p.Dv, p.dtype)
-
-
-def _by_kernel(
-    path: str,
-    runner: str,
-    p: Problem,
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    g: mx.array | None,
-    beta: mx.array,
-    state: mx.array | None,
-    lengths: mx.array | None,
-) -> tuple[mx.array, mx.array]:
+def _by_kernel(path: str, runner: str, x: CheckedInputs) -> tuple[mx.array, mx.array]:
     """Run a kernel so that its gradient is that of the chunkwise operations."""
-    run = chunk.kda_chunk if path == "kda_chunk" else recurrent.kda_recurrent
-    options = {"scale": p.scale, "lengths": lengths, "delta_rule": p.delta_rule, "runner": runner}
-    given = [x for x in (g, state) if x is not None]
+    names = [n for n in ("q", "k", "v", "g", "beta", "state") if getattr(x, n) is not None]
 
-    def spread(arrays):
-        q, k, v, beta, *rest = arrays
-        g_in = rest.pop(0) if g is not None else None
-        return (q, k, v, g_in, beta), (rest[0] if rest else None)
+    def call(run: Callable, *arrays: mx.array, **options: str) -> tuple[mx.array, mx.array]:
+        return run(x.replace(**dict(zip(names, arrays, strict=True))), **options)
 
     @mx.custom_function
-    def forward(*arrays):
-        inputs, S = spread(arrays)
-        return run(*inputs, state=S, **options)
+    def forward(*arrays: mx.array) -> tuple[mx.array, mx.array]:
+        return call(_KERNELS[path], *arrays, runner=runner)
 
     @forward.vjp
     def backward(primals, cotangents, _):
-        def ops(*arrays):
-            inputs, S = spread(arrays)
-            return chunked.run(p, *inputs, S, lengths)
+        operations = partial(call, chunked.run)
+        return mx.vjp(operations, list(primals), list(cotangents))[1]
 
-        return mx.vjp(ops, list(primals), list(cotangents))[1]
-
-    return tuple(forward(q, k, v, beta, *given))
+    return tuple(forward(*(getattr(x, n) for n in names)))

@@ -20,9 +20,10 @@ import numpy as np
 from . import __version__, format
 from .errors import UserError
 from .files import cache_dir, write_text
-from .kernels.layer import warm_up
-from .layers import MoE
-from .layers.kda import KimiDeltaAttention, Memory, Projections
+from .kernels.arguments import LayerParameters, LayerState, Projections
+from .kernels.sources import MOE_SOURCES, SOURCES
+from .layers import KimiDeltaAttention, MoE
+from .layers.mix import SHORT, LayerCall, Operations
 
 # Tokens of the check of each kernel: decode of one token and of its most, the recurrent kernel, and
 # three chunks with a tail.
@@ -65,17 +66,12 @@ def check(layer: KimiDeltaAttention, dtype: mx.Dtype, runner: str) -> Iterator[V
     The inputs are the layer's own weights and projections whose keys are much alike, from a state
     that is not empty; output, state and windows are compared.
     """
-    before = layer.runner
-    layer.runner = runner
-    try:
-        for T in LENGTHS:
-            choice = layer.choose(T, dtype)
-            if choice.kernel is None:
-                yield Verdict(NONE, T, None, BOUNDS[dtype], choice.reason)
-            else:
-                yield _check_one(layer, choice.kernel, T, dtype)
-    finally:
-        layer.runner = before
+    for T in LENGTHS:
+        call = layer.choose(T, dtype, runner)
+        if call.kernel is None:
+            yield Verdict(NONE, T, None, BOUNDS[dtype], call.reason)
+        else:
+            yield _check_one(layer, call, T, dtype)
 
 
 def check_router(moe: MoE, runner: str) -> Verdict:
@@ -111,27 +107,29 @@ def _routed(moe: MoE, logits: mx.array) -> list[np.ndarray]:
     return [np.sort(np.array(x, dtype=np.float64), axis=-1) for x in (values, weights)]
 
 
-def _check_one(layer: KimiDeltaAttention, kernel: str, T: int, dtype: mx.Dtype) -> Verdict:
+def _check_one(layer: KimiDeltaAttention, call: LayerCall, T: int, dtype: mx.Dtype) -> Verdict:
     bound = BOUNDS[dtype]
     inputs = _inputs(layer, T, dtype)
     # Token by token: matrix products in float32 are rounded to fewer bits on some GPUs.
-    truth = _flat(*layer.mix_ops(*inputs, path="reference"))
+    truth = _flat(*Operations("reference", "to compare with")(*inputs))
     try:
-        got = _flat(*layer.mix_kernels(*inputs))
+        got = _flat(*call(*inputs))
     except UserError:  # this machine lacks what the runner needs
         raise
     except Exception as error:  # whatever a compiler or a GPU comes up with
-        return Verdict(kernel, T, None, bound, _line(error))
+        return Verdict(call.path, T, None, bound, _line(error))
     worst = max(_difference(g, t) for g, t in zip(got, truth, strict=True))
     reason = "" if worst <= bound else "differs from the operations"
-    return Verdict(kernel, T, worst, bound, reason)
+    return Verdict(call.path, T, worst, bound, reason)
 
 
 def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def _inputs(layer: KimiDeltaAttention, T: int, dtype: mx.Dtype) -> tuple[Projections, Memory]:
+def _inputs(
+    layer: KimiDeltaAttention, T: int, dtype: mx.Dtype
+) -> tuple[Projections, LayerParameters, LayerState]:
     rng = np.random.default_rng(T)
     H, Dk, Hv, Dv = layer.num_heads, layer.head_dim, layer.num_v_heads, layer.v_head_dim
 
@@ -142,14 +140,12 @@ def _inputs(layer: KimiDeltaAttention, T: int, dtype: mx.Dtype) -> tuple[Project
     q, k = (0.3 * draw(1, T, H * Dk) + common for _ in range(2))
     wide = [q, k, draw(1, T, Hv * Dv), draw(1, T, Hv, Dk), draw(1, T, Hv) + 2, draw(1, T, Hv, Dv)]
     windows = [draw(1, layer.conv_kernel - 1, x.shape[-1]).astype(dtype) for x in wide[:3]]
-    return (
-        Projections(*(x.astype(dtype) for x in wide)),
-        Memory(*windows, draw(1, Hv, Dv, Dk)),
-    )
+    p = Projections(*(x.astype(dtype) for x in wide))
+    return p, layer.kernel_parameters(), LayerState(*windows, draw(1, Hv, Dv, Dk))
 
 
-def _flat(y: mx.array, memory: Memory) -> list[np.ndarray]:
-    arrays = [x.astype(mx.float32) for x in (y, *memory)]
+def _flat(y: mx.array, state: LayerState) -> list[np.ndarray]:
+    arrays = [x.astype(mx.float32) for x in (y, *state)]
     mx.eval(arrays)
     return [np.array(x, dtype=np.float64) for x in arrays]
 
@@ -185,9 +181,8 @@ def prepare(model: Any, dtype: mx.Dtype) -> list[Verdict]:
         why = describe(failed[0])
         _switch_off(model, why)
     elif key in known:  # the check compiles them all
-        layers = [layer.kernel_parameters() for layer in model.kda_layers]
         try:
-            warm_up(layers, dtype, runner=model.runner, progress=_progress)
+            warm_up(model.kda_layers, dtype)
         except Exception as error:  # whatever a compiler comes up with
             _switch_off(model, f"a kernel did not compile: {_line(error)}")
     return verdicts
@@ -201,9 +196,31 @@ def _switch_off(model: Any, why: str) -> None:
     )
 
 
-def _progress(done: int, total: int, what: str) -> None:
-    if what and sys.stderr.isatty():
-        _say(f"compiling kernel {done + 1} of {total}: {what}")
+def warm_up(layers: Sequence[KimiDeltaAttention], dtype: mx.Dtype) -> list[str]:
+    """Compile every kernel that these layers will call, by one small call each.
+
+    Layers that share an instantiation count once. A kernel that does not compile raises what its
+    runner raises.
+
+    Returns:
+        What was compiled, by name.
+    """
+    kinds: dict[tuple, KimiDeltaAttention] = {}
+    for layer in layers:
+        w = layer.kernel_parameters()
+        arrays = (*w.conv_weight, w.norm_weight, layer.A_log, layer.dt_bias)
+        kinds.setdefault((_kind(layer), *(x.dtype for x in arrays)), layer)
+    jobs = [(layer, T) for layer in kinds.values() for T in (1, SHORT, SHORT + 1)]
+    done = []
+    for layer, T in jobs:
+        call = layer.choose(T, dtype)
+        if call.kernel is not None:
+            what = f"{call.kernel} Dk={layer.head_dim} Dv={layer.v_head_dim}"
+            if sys.stderr.isatty():
+                _say(f"compiling kernel {len(done) + 1} of {len(jobs)}: {what}")
+            mx.eval(call(*_inputs(layer, T, dtype)))
+            done.append(what)
+    return done
 
 
 def _say(line: str) -> None:
@@ -238,11 +255,7 @@ def machine() -> dict[str, str]:
 
 
 def _key(model: Any, dtype: mx.Dtype) -> str:
-    layer = model.kda_layers[0]
-    gate = "softplus" if layer.lower_bound is None else "bounded"
-    beta = "twice" if layer.negative_eigenvalues else "sigmoid"
-    sizes = f"{layer.head_dim} {layer.v_head_dim} {layer.num_v_heads // layer.num_heads}"
-    kind = f"{sizes} {layer.conv_kernel} {gate} {beta} {dtype}"
+    kind = f"{_kind(model.kda_layers[0])} {dtype}"
     routers = {
         f"{m.e_score_correction_bias.size} {m.top_k} {m.groups} {m.kept_groups} {m.activation}"
         for m in (each.mlp for each in model.layers)
@@ -251,9 +264,15 @@ def _key(model: Any, dtype: mx.Dtype) -> str:
     return " | ".join([*machine().values(), _kernel_hash(), kind, *sorted(routers)])
 
 
-def _kernel_hash() -> str:
-    from .kernels.sources import MOE_SOURCES, SOURCES
+def _kind(layer: KimiDeltaAttention) -> str:
+    """What decides which instantiations a layer's kernels have, beside dtypes."""
+    gate = "softplus" if layer.lower_bound is None else "bounded"
+    beta = "twice" if layer.negative_eigenvalues else "sigmoid"
+    sizes = f"{layer.head_dim} {layer.v_head_dim} {layer.num_v_heads // layer.num_heads}"
+    return f"{sizes} {layer.conv_kernel} {gate} {beta}"
 
+
+def _kernel_hash() -> str:
     sources = (SOURCES | MOE_SOURCES).values()
     text = "".join(source.header + source.body for source in sources)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -24,7 +24,19 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from helpers import layer64, on_cuda, plain_cuda, sanitizer  # noqa: E402
-from helpers.kernels import OPS, as_dtype, f32, gate_of, memory, numpy, rounded, run, step  # noqa: E402
+from helpers.kernels import (  # noqa: E402
+    OPS,
+    as_dtype,
+    f32,
+    gate_of,
+    numpy,
+    parameters,
+    projections,
+    rounded,
+    run,
+    state,
+    step,
+)  # fmt: skip
 
 from mlx_kda.kernels.epilogue import kda_epilogue  # noqa: E402
 from mlx_kda.kernels.prologue import kda_prologue  # noqa: E402
@@ -124,7 +136,7 @@ def one_drift(mode, row, T=4096) -> bool:
 
 
 def one_lineage(kernel, gate, delta_rule) -> bool:
-    """Gates a head, no gate, no delta_rule; Hv > H, from a state."""
+    """Gates a head, no gate, no delta rule; Hv > H, from a state."""
     x = oracle.make("collinear", T=45, B=2, H=1, Hv=3, Dk=64, Dv=32).with_state()
     g = {"channel": x.g, "head": x.g[..., 0], "none": None}[gate]
     x = oracle.Inputs(x.q, x.k, x.v, g, x.beta, x.state)
@@ -226,23 +238,17 @@ def one_layer(T, Dk, Dv, dtype, bound, B=2) -> bool:
     lengths = [T, T // 2]
     truth = layer.run(lengths)
     kind = getattr(mx, dtype)
-    y, mem = step(layer, memory(layer, dtype), dtype=dtype, lengths=mx.array(lengths), keep=True,
+    y, mem = step(layer, state(layer, dtype), dtype=dtype, lengths=mx.array(lengths), keep=True,
                   runner=RUNNER)  # fmt: skip
-    qkv, _ = kda_prologue(
-        *(f32(x).astype(kind) for x in (layer.q, layer.k, layer.v)),
-        conv_weight=tuple(f32(t).astype(kind) for t in layer.conv_weight),
-        windows=memory(layer, dtype)[:3],
-        H=1,
-        Hv=2,
-        runner=RUNNER,
-    )
+    w = parameters(layer, dtype)
+    qkv, _ = kda_prologue(projections(layer, dtype=dtype), w, state(layer, dtype), runner=RUNNER)
     errors = [oracle.error(numpy(y), truth[0]), oracle.error(numpy(mem.state)[:, -1], truth[1])]
     errors += [oracle.error(numpy(x), t) for x, t in zip(qkv, layer.mixed(), strict=True)]
     windows = all(np.array_equal(numpy(a), np.float32(b))
                   for a, b in zip(mem[:3], truth[2], strict=True))  # fmt: skip
     rows = mx.array(layer.z.shape[1:2] * B)
     z = f32(layer.z).astype(kind)
-    out = kda_epilogue(z, z, f32(layer.weight), layer.eps, lengths=rows, runner=RUNNER)
+    out = kda_epilogue(z, z, w, lengths=rows, runner=RUNNER)
     norm = np.sqrt((layer.z**2).mean(-1, keepdims=True) + layer.eps)
     gated = layer.z / norm * layer.weight * layer64.sigmoid(layer.z)
     errors.append(oracle.error(numpy(out), gated))

@@ -1,6 +1,8 @@
 """The self-check of the kernels: what it finds, remembers, and does about it."""
 
 import json
+from dataclasses import replace
+from functools import partialmethod
 
 import mlx.core as mx
 import pytest
@@ -8,8 +10,7 @@ from helpers.tiny import tiny_model
 
 from mlx_kda import doctor
 from mlx_kda.cli.main import main
-from mlx_kda.kernels import layer as kernels
-from mlx_kda.layers import KimiDeltaAttention, moe
+from mlx_kda.layers import KimiDeltaAttention, mix, moe
 
 
 @pytest.fixture(autouse=True)
@@ -41,10 +42,16 @@ def test_good_kernels_pass(layer, dtype, bound):
     assert layer.runner == "ops"
 
 
+def _by_kernels(monkeypatch, replacement):
+    """``replacement(call, right, *args)`` in the place of every call by kernels."""
+    for kind in (mix.DecodeKernel, mix.PrefillKernels):
+        right = kind.__call__
+        monkeypatch.setattr(kind, "__call__", partialmethod(replacement, right))
+
+
 def _spoil(monkeypatch, change):
     """Change what the kernels return."""
-    right = kernels.mix
-    monkeypatch.setattr(kernels, "mix", lambda *a, **k: change(*right(*a, **k)))
+    _by_kernels(monkeypatch, lambda call, right, *args: change(*right(call, *args)))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +75,7 @@ def test_a_kernel_that_does_not_compile_is_a_verdict(layer, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("[metal::Device] Unable to build\nmetal library")
 
-    monkeypatch.setattr(kernels, "mix", fail)
+    _by_kernels(monkeypatch, fail)
     verdict = next(doctor.check(layer, mx.float32, "emulator-fast"))
     assert not verdict.ok
     assert doctor.describe(verdict) == (
@@ -82,9 +89,9 @@ def on_metal(monkeypatch):
     """A model that would run on Metal, whose kernels the emulator runs."""
     model = tiny_model()
     model.use_runner("metal", "a test")
-    right = kernels.mix
-    monkeypatch.setattr(
-        kernels, "mix", lambda *a, **k: right(*a, **{**k, "runner": "emulator-fast"})
+    _by_kernels(
+        monkeypatch,
+        lambda call, right, *args: right(replace(call, runner="emulator-fast"), *args),
     )
     router = moe.moe_route
     monkeypatch.setattr(

@@ -97,36 +97,29 @@ def _candidates(x: _Inputs):
 def _ours(x: _Inputs):
     from ..kernels.chunk import kda_chunk
     from ..kernels.recurrent import kda_recurrent
+    from ..ops.inputs import CheckedInputs
 
-    given = (x.q, x.k, x.v, x.g, x.beta.astype(mx.float32))
+    given = CheckedInputs(x.q, x.k, x.v, x.g, x.beta.astype(mx.float32), state=x.state)
     modes = ["exact"] + (["half"] if x.dtype != mx.float32 else [])
     for mode in modes:
-        call = partial(kda_chunk, *given, state=x.state, mode=mode, runner=COUNTER)
+        call = partial(kda_chunk, given, mode=mode, runner=COUNTER)
         yield f"ours chunk {mode}", "channel", _logged(call)
-    call = partial(kda_recurrent, *given, state=x.state, runner=COUNTER)
+    call = partial(kda_recurrent, given, runner=COUNTER)
     yield "ours recurrent", "channel", _logged(call)
     yield "ours decode (whole layer)", "channel", _logged(partial(_decode, x))
 
 
 def _decode(x: _Inputs):
-    from ..kernels.decode import Memory, kda_decode
+    from ..kernels.arguments import LayerParameters, LayerState, Projections
+    from ..kernels.decode import kda_decode
 
     window = mx.zeros((1, 3, x.D), x.dtype)
     conv_weight = mx.ones((x.D, 4), x.dtype)
     flat = x.q[:, :1, 0]
-    return kda_decode(
-        flat,
-        flat,
-        flat,
-        x.g[:, :1],
-        x.beta[:, :1],
-        x.v[:, :1],
-        conv_weight=(conv_weight, conv_weight, conv_weight),
-        weight=mx.ones((x.D,), x.dtype),
-        eps=1e-5,
-        memory=Memory(window, window, window, x.state),
-        runner=COUNTER,
-    )
+    p = Projections(flat, flat, flat, x.g[:, :1], x.beta[:, :1], x.v[:, :1])
+    weight = mx.ones((x.D,), x.dtype)
+    w = LayerParameters(1, 1, x.D, x.D, (conv_weight,) * 3, None, weight, 1e-5)
+    return kda_decode(p, w, LayerState(window, window, window, x.state), runner=COUNTER)
 
 
 def _logged(call):

@@ -237,15 +237,9 @@ def _paths(model: Any, dtype: str) -> dict[str, str]:
     """What takes a chunk of a prompt and what takes one token, and why."""
     import mlx.core as mx
 
-    paths = {}
-    for name, tokens in (("prefill", _step()), ("decode", 1)):
-        choice = model.kda_layers[0].choose(tokens, getattr(mx, dtype))
-        if choice.kernel is None:
-            paths = reports.kda_paths(model.args, dtype, prompt=_step())
-            # The reason in brackets is the runner's, which stands above.
-            return {name: why.partition(" (")[0] for name, why in paths.items()}
-        paths[name] = f"{choice.kernel}: {choice.reason}"
-    return paths
+    layer = model.kda_layers[0]
+    lengths = {"prefill": _step(), "decode": 1}
+    return {name: str(layer.choose(T, getattr(mx, dtype))) for name, T in lengths.items()}
 
 
 def _rates(statistics: "Statistics") -> str:

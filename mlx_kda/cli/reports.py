@@ -73,23 +73,14 @@ def kda_paths(config: Any, dtype: str, prompt: int | None = None) -> dict[str, s
     """
     import mlx.core as mx
 
-    import mlx_kda
-
     from ..attention import resolve
-    from ..kernels.layer import choose
+    from ..layers.mix import choose
     from ..step import prefill_step
 
-    H, (Hv, Dv, Dk) = config.linear_num_heads, config.linear_state_shape
-    on_kernels = resolve()[0] != "ops"
+    _, Dv, Dk = config.linear_state_shape
+    runner, why = resolve()
     paths = {}
     for name, T in (("prefill", prompt or prefill_step()), ("decode", 1)):
-        choice = choose(T, Dk, Dv, getattr(mx, dtype), config.linear_conv_kernel_dim)
-        if on_kernels and choice.kernel is not None:
-            paths[name] = f"{choice.kernel}: {choice.reason}"
-            continue
-        # Nobody evaluates these: they stand for their shapes.
-        k, v = (mx.zeros((1, T, *s), dtype=getattr(mx, dtype)) for s in ((H, Dk), (Hv, Dv)))
-        g, beta = mx.zeros((1, T, Hv, Dk)), mx.zeros((1, T, Hv))
-        chosen = mlx_kda.explain(k, k, v, g, beta, runner="ops" if on_kernels else "auto")
-        paths[name] = f"{chosen.path}: {choice.reason}" if on_kernels else str(chosen)
+        call = choose(T, Dk, Dv, config.linear_conv_kernel_dim, getattr(mx, dtype), runner)
+        paths[name] = f"{call} ({why})" if runner == "ops" else str(call)
     return paths

@@ -1,113 +1,64 @@
-"""What the kernels' wrappers share: gates, the template constants, inputs in kernel form."""
+"""What the kernels' wrappers share: a layer's arguments, and inputs in the kernels' form."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..ops.inputs import Problem
+from ..ops.gates import Gate
 from ..runners.kernel import choose
 
 DIMS = tuple(range(32, 257, 32))
-_GATES = {"none": 0, "head": 1, "channel": 2, "softplus": 3, "bounded": 4}
-BETA_KINDS = {"given": 0, "sigmoid": 1, "twice": 2}
+# Values of the template constants GATE and BETA.
+GATES = {"none": 0, "head": 1, "channel": 2, "softplus": 3, "bounded": 4}
+BETAS = {"given": 0, "sigmoid": 1, "twice": 2}
 
 
-@dataclass(frozen=True)
-class Gate:
-    """How a raw gate a [B, T, Hv, Dk] becomes a log decay, inside the kernel.
+class Projections(NamedTuple):
+    """Everything a KDA layer computes from x alone, before any of it meets the past."""
 
-    ``g = -exp(A_log) softplus(a + dt_bias)``, or with a lower bound (negative)
-    ``g = lower_bound sigmoid(exp(A_log) (a + dt_bias))``. A_log holds Hv values and dt_bias one a
-    channel, [Hv, Dk] or flat.
-    """
-
-    A_log: mx.array
-    dt_bias: mx.array
-    lower_bound: float | None = None
-
-    def check(self, Hv: int, Dk: int) -> None:
-        """A ValueError names the parameter that does not fit."""
-        if self.A_log.size != Hv:
-            raise ValueError(
-                f"A_log must hold one value a head (Hv={Hv}), got shape {self.A_log.shape}"
-            )
-        if self.dt_bias.size != Hv * Dk or self.dt_bias.shape[-1] not in (Dk, Hv * Dk):
-            raise ValueError(
-                f"dt_bias must hold one value a channel ([Hv={Hv}, Dk={Dk}] or flat), "
-                f"got shape {self.dt_bias.shape}"
-            )
-        if self.lower_bound is not None and not self.lower_bound < 0:
-            raise ValueError(f"lower_bound must be negative, got {self.lower_bound}")
+    q: mx.array  # [B, T, H * Dk], before the convolution
+    k: mx.array  # [B, T, H * Dk]
+    v: mx.array  # [B, T, Hv * Dv]
+    a: mx.array | None  # [B, T, Hv, Dk], raw gate (or a log decay where there is no `Gate`)
+    b: mx.array  # [B, T, Hv], raw write strength
+    z: mx.array  # [B, T, Hv, Dv], raw output gate
 
 
-@dataclass(frozen=True)
-class Decay:
-    """Gate and write strength as a kernel takes them."""
+class LayerState(NamedTuple):
+    """What a KDA layer carries from step to step; zeros at the start of a sequence."""
 
-    gate: int
-    beta: int
-    arrays: tuple[mx.array, ...]  # g, A_log, dt_bias, beta
-    bound: float
-
-    @classmethod
-    def read(
-        cls,
-        shape: tuple[int, int, int, int],
-        g: mx.array | None,
-        beta: mx.array,
-        gate: Gate | None,
-        beta_kind: str,
-    ) -> "Decay":
-        """Check g, beta and the gate against shape = (B, T, Hv, Dk)."""
-        B, T, Hv, Dk = shape
-        if beta_kind not in BETA_KINDS:
-            raise ValueError(f"beta_kind must be one of {', '.join(BETA_KINDS)}, got {beta_kind!r}")
-        if tuple(beta.shape) != (B, T, Hv):
-            raise ValueError(f"beta must be [B, T, Hv] = {(B, T, Hv)}, got shape {beta.shape}")
-        kind = "none"
-        if gate is not None:
-            gate.check(Hv, Dk)
-            if g is None or tuple(g.shape) != (B, T, Hv, Dk):
-                got = None if g is None else g.shape
-                raise ValueError(f"a raw gate must be [B, T, Hv, Dk] = {shape}, got shape {got}")
-            kind = "softplus" if gate.lower_bound is None else "bounded"
-        elif g is not None:
-            if g.dtype != mx.float32:
-                raise ValueError(f"g must be float32 (log decays do not fit {g.dtype})")
-            if tuple(g.shape) not in ((B, T, Hv, Dk), (B, T, Hv)):
-                raise ValueError(
-                    f"g must be [B, T, Hv, Dk] = {shape} or [B, T, Hv], got shape {g.shape}"
-                )
-            kind = "channel" if g.ndim == 4 else "head"
-        arrays = (
-            unused() if g is None else in_device_memory(g),
-            unused() if gate is None else in_device_memory(gate.A_log),
-            unused() if gate is None else in_device_memory(gate.dt_bias),
-            in_device_memory(beta),
-        )
-        bound = 0.0 if gate is None or gate.lower_bound is None else float(gate.lower_bound)
-        return cls(_GATES[kind], BETA_KINDS[beta_kind], arrays, bound)
+    q: mx.array  # window [B, conv_kernel - 1, H * Dk]
+    k: mx.array  # window [B, conv_kernel - 1, H * Dk]
+    v: mx.array  # window [B, conv_kernel - 1, Hv * Dv]
+    state: mx.array  # [B, Hv, Dv, Dk] float32
 
 
-def read(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    g: mx.array | None,
-    beta: mx.array,
-    scale: float | None,
-    state: mx.array | None,
-    lengths: mx.array | None,
-    delta_rule: bool,
-    gate: Gate | None,
-    beta_kind: str,
-) -> tuple[Problem, Decay]:
-    """Check one call of the op; `g` is a raw gate if there is a ``gate``."""
-    p = Problem.read(q, k, v, g if gate is None else None, beta, scale, state, lengths, delta_rule)
-    decay = Decay.read((p.B, p.T, p.Hv, p.Dk), g, beta, gate, beta_kind)
-    return p, decay
+class LayerParameters(NamedTuple):
+    """A KDA layer's sizes, and its weights between the projections."""
+
+    H: int
+    Hv: int
+    Dk: int
+    Dv: int
+    # Of q, k, v: [channels, conv_kernel] or [channels, conv_kernel, 1].
+    conv_weight: tuple[mx.array, mx.array, mx.array]
+    gate: Gate | None
+    norm_weight: mx.array  # of the output norm, [Dv]
+    eps: float
+    beta_kind: str = "sigmoid"
+
+    @property
+    def conv_kernel(self) -> int:
+        weight = self.conv_weight[0]
+        return weight.shape[1] if weight.ndim > 1 else 0
+
+    def empty_state(self, B: int, dtype: mx.Dtype) -> LayerState:
+        """The state at the start of B sequences of activations in ``dtype``."""
+        channels = (self.H * self.Dk, self.H * self.Dk, self.Hv * self.Dv)
+        windows = (mx.zeros((B, self.conv_kernel - 1, n), dtype=dtype) for n in channels)
+        return LayerState(*windows, mx.zeros((B, self.Hv, self.Dv, self.Dk), dtype=mx.float32))
 
 
 def supported(Dk: int, Dv: int, dtype: mx.Dtype) -> tuple[bool, str]:
@@ -120,6 +71,24 @@ def supported(Dk: int, Dv: int, dtype: mx.Dtype) -> tuple[bool, str]:
     return True, "head dimensions and dtype have a kernel"
 
 
+def beta_constant(kind: str) -> int:
+    """The template constant BETA."""
+    if kind not in BETAS:
+        raise ValueError(f"beta_kind must be one of {', '.join(BETAS)}, got {kind!r}")
+    return BETAS[kind]
+
+
+def decay_inputs(g: mx.array | None, beta: mx.array, gate: Gate | None) -> tuple[mx.array, ...]:
+    """The kernels' inputs g, A_log, dt_bias, beta; those that are not read hold zeros."""
+    A_log, dt_bias = (None, None) if gate is None else (gate.A_log, gate.dt_bias)
+    return in_device_memory(g, A_log, dt_bias, beta)
+
+
+def lower_bound(gate: Gate | None) -> float:
+    """The gate's bound as the kernels take it: 0 where there is none."""
+    return 0.0 if gate is None or gate.lower_bound is None else float(gate.lower_bound)
+
+
 def launches(
     T: int, segment: int | None, runner: str, multiple: int = 1
 ) -> Iterator[tuple[int, int]]:
@@ -130,7 +99,7 @@ def launches(
     changes what is compiled.
 
     Raises:
-        ValueError: a segment that is no multiple of ``multiple``.
+        ValueError: a segment that is not a multiple of ``multiple``.
     """
     if segment is None:
         segment = 8192 if choose(runner) == "cuda" else 512
@@ -140,20 +109,27 @@ def launches(
     return ((start, min(segment, T - start)) for start in range(0, T, segment))
 
 
-def in_device_memory(x: mx.array) -> mx.array:
-    """``x``, flat and padded to 8 numbers if it has fewer.
+def in_device_memory(*arrays: mx.array | None) -> tuple[mx.array, ...]:
+    """The arrays, those of fewer than 8 values flat and padded, zeros in the place of None.
 
     MLX puts smaller inputs into another address space, which is another kernel to compile: a
     batch or a prompt of another size must not do that.
     """
-    return x if x.size >= 8 else mx.pad(x.reshape(-1), (0, 8 - x.size))
+    made = []
+    for x in arrays:
+        if x is None:
+            x = floats((0.0,) * 8)
+        elif x.size < 8:
+            x = mx.pad(x.reshape(-1), (0, 8 - x.size))
+        made.append(x)
+    return tuple(made)
 
 
 def lengths_or_full(lengths: mx.array | None, B: int, T: int) -> mx.array:
-    """Valid tokens of each row, int32, at least 8 numbers."""
+    """Valid tokens of each row, int32, at least 8 values."""
     if lengths is None:
         return integers((T,) * max(B, 8))
-    return in_device_memory(lengths.astype(mx.int32))
+    return in_device_memory(lengths.astype(mx.int32))[0]
 
 
 @lru_cache(maxsize=1024)
@@ -165,8 +141,3 @@ def integers(values: Sequence[int]) -> mx.array:
 @lru_cache(maxsize=1024)
 def floats(values: Sequence[float]) -> mx.array:
     return mx.array(values, dtype=mx.float32)
-
-
-def unused() -> mx.array:
-    """An input that this instantiation does not read."""
-    return floats((0.0,) * 8)

@@ -2,7 +2,17 @@
 
 import mlx.core as mx
 
-from .arguments import Gate, floats, integers, launches, lengths_or_full, read
+from ..ops.inputs import CheckedInputs
+from .arguments import (
+    GATES,
+    beta_constant,
+    decay_inputs,
+    floats,
+    integers,
+    launches,
+    lengths_or_full,
+    lower_bound,
+)
 from .arguments import supported as _dims_supported
 from .sources import kernel
 
@@ -12,12 +22,8 @@ SCAN_THREADS = 256
 MODES = ("exact", "half")
 
 
-def supported(
-    Dk: int, Dv: int, dtype: mx.Dtype, mode: str = "exact", chunk: int = CHUNK
-) -> tuple[bool, str]:
+def supported(Dk: int, Dv: int, dtype: mx.Dtype, mode: str = "exact") -> tuple[bool, str]:
     """(True, why) where `kda_chunk` can run, (False, why not) elsewhere."""
-    if chunk != CHUNK:
-        return False, f"the kernels work in chunks of {CHUNK} tokens, not {chunk}"
     if mode not in MODES:
         return False, f"mode must be one of {', '.join(MODES)}, got {mode!r}"
     if mode == "half" and dtype == mx.float32:
@@ -26,31 +32,15 @@ def supported(
 
 
 def kda_chunk(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    g: mx.array | None,
-    beta: mx.array,
-    *,
-    scale: float | None = None,
-    state: mx.array | None = None,
-    lengths: mx.array | None = None,
-    delta_rule: bool = True,
-    gate: Gate | None = None,
-    beta_kind: str = "given",
-    mode: str = "exact",
-    segment: int | None = None,
-    runner: str = "auto",
+    x: CheckedInputs, *, mode: str = "exact", segment: int | None = None, runner: str = "auto"
 ) -> tuple[mx.array, mx.array]:
     """What `kda_chunk_ref` computes, in two kernel launches for every ``segment`` tokens.
 
-    Segments keep the workspace small (0.9 MB a head and 512 tokens at Dk = 128 in exact mode) and
-    every launch short; a GPU may prepare the next one beside the scan of this one.
+    Segments keep the workspace small (0.9 MB per head and 512 tokens at Dk = 128 in exact mode)
+    and every launch short; a GPU may prepare the next one beside the scan of this one.
 
     Args:
-        q, k, v, g, beta, scale, state, lengths, delta_rule: as `mlx_kda.kda_ref` takes them.
-        gate: if given, ``g`` is the raw gate a [B, T, Hv, Dk] in any float dtype.
-        beta_kind: "given", "sigmoid" (``beta`` is the raw b) or "twice" (2 sigmoid(b)).
+        x: the op's arguments; the gate may be raw.
         mode: "exact", float operands, as accurate as the recurrence in float32; or "half", K~
             and Q~ in float16 (the state, its updates and all sums stay float32), for 16-bit
             activations of at most 65,504: an output then errs by about 2**-12 |scale q| |S|, which
@@ -63,35 +53,36 @@ def kda_chunk(
         (o, state): [B, T, Hv, Dv] in v's dtype, [B, Hv, Dv, Dk] float32.
 
     Raises:
-        ValueError: a shape, dtype, head dimension, mode or segment that does not fit, named.
+        ValueError: a head dimension, mode or segment that does not fit, named.
     """
-    p, decay = read(q, k, v, g, beta, scale, state, lengths, delta_rule, gate, beta_kind)
-    ok, reason = supported(p.Dk, p.Dv, p.dtype, mode)
+    ok, reason = supported(x.Dk, x.Dv, x.dtype, mode)
     if not ok:
         raise ValueError(f"kda_chunk: {reason}")
-    S = p.initial_state(state)
-    if p.empty:
-        return p.no_output(), S
+    beta = beta_constant(x.beta_kind)
+    if x.empty:
+        return x.empty_result()
+    S = x.initial_state()
     operand = mx.float32 if mode == "exact" else mx.float16
     prepare, scan = kernel("kda_chunk_prepare", runner), kernel("kda_chunk_scan", runner)
-    ends = lengths_or_full(lengths, p.B, p.T)
-    heads = p.B * p.Hv
+    decay = decay_inputs(x.g, x.beta, x.gate)
+    ends = lengths_or_full(x.lengths, x.B, x.T)
+    heads = x.B * x.Hv
     outputs = []
-    for start, count in launches(p.T, segment, runner, CHUNK):
+    for start, count in launches(x.T, segment, runner, CHUNK):
         chunks = -(-count // CHUNK)
-        sizes = (2 * CHUNK * p.Dk, CHUNK * p.Dk, 384, p.Dk)
+        sizes = (2 * CHUNK * x.Dk, CHUNK * x.Dk, 384, x.Dk)
         workspace = prepare(
             inputs=[
-                *(q, k, *decay.arrays, ends),
-                integers((p.T, p.H, p.Hv, start, chunks)),
-                floats((p.scale, decay.bound)),
+                *(x.q, x.k, *decay, ends),
+                integers((x.T, x.H, x.Hv, start, chunks)),
+                floats((x.scale, lower_bound(x.gate))),
             ],
             template=[
                 ("OpT", operand),
-                ("Dk", p.Dk),
-                ("GATE", decay.gate),
-                ("BETA", decay.beta),
-                ("DELTA_RULE", delta_rule),
+                ("Dk", x.Dk),
+                ("GATE", GATES[x.gate_kind]),
+                ("BETA", beta),
+                ("DELTA_RULE", x.delta_rule),
             ],
             grid=(THREADS * chunks, heads, 1),
             threadgroup=(THREADS, 1, 1),
@@ -99,12 +90,12 @@ def kda_chunk(
             output_dtypes=[operand, mx.float32, mx.float32, mx.float32],
         )
         o, S = scan(
-            inputs=[*workspace, v, S, ends, integers((p.T, p.Hv, start, count, chunks))],
-            template=[("OpT", operand), ("InT", p.dtype), ("Dk", p.Dk), ("Dv", p.Dv)],
-            grid=(SCAN_THREADS * p.Dv // 32, heads, 1),
+            inputs=[*workspace, x.v, S, ends, integers((x.T, x.Hv, start, count, chunks))],
+            template=[("OpT", operand), ("InT", x.dtype), ("Dk", x.Dk), ("Dv", x.Dv)],
+            grid=(SCAN_THREADS * x.Dv // 32, heads, 1),
             threadgroup=(SCAN_THREADS, 1, 1),
-            output_shapes=[(p.B, count, p.Hv, p.Dv), S.shape],
-            output_dtypes=[p.dtype, mx.float32],
+            output_shapes=[(x.B, count, x.Hv, x.Dv), S.shape],
+            output_dtypes=[x.dtype, mx.float32],
         )
         outputs.append(o)
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1), S

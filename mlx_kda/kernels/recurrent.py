@@ -2,41 +2,31 @@
 
 import mlx.core as mx
 
-from .arguments import Gate, floats, integers, launches, lengths_or_full, read
-from .arguments import supported as _dims_supported
+from ..ops.inputs import CheckedInputs
+from .arguments import (
+    GATES,
+    beta_constant,
+    decay_inputs,
+    floats,
+    integers,
+    launches,
+    lengths_or_full,
+    lower_bound,
+    supported,
+)
 from .sources import kernel
 
 THREADS = 128
 ROWS = 32
 
 
-def supported(Dk: int, Dv: int, dtype: mx.Dtype) -> tuple[bool, str]:
-    """(True, why) where `kda_recurrent` can run, (False, why not) elsewhere."""
-    return _dims_supported(Dk, Dv, dtype)
-
-
 def kda_recurrent(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    g: mx.array | None,
-    beta: mx.array,
-    *,
-    scale: float | None = None,
-    state: mx.array | None = None,
-    lengths: mx.array | None = None,
-    delta_rule: bool = True,
-    gate: Gate | None = None,
-    beta_kind: str = "given",
-    segment: int | None = None,
-    runner: str = "auto",
+    x: CheckedInputs, *, segment: int | None = None, runner: str = "auto"
 ) -> tuple[mx.array, mx.array]:
     """What `kda_ref` computes, in one kernel launch for every ``segment`` tokens.
 
     Args:
-        q, k, v, g, beta, scale, state, lengths, delta_rule: as `mlx_kda.kda_ref` takes them.
-        gate: if given, ``g`` is the raw gate a [B, T, Hv, Dk] in any float dtype.
-        beta_kind: "given", "sigmoid" (``beta`` is the raw b) or "twice" (2 sigmoid(b)).
+        x: the op's arguments; the gate may be raw.
         segment: the most tokens of one launch; 512, or 8,192 on CUDA, unless given.
         runner: "metal", "emulator", "emulator-fast", "cuda" or "auto".
 
@@ -44,41 +34,38 @@ def kda_recurrent(
         (o, state): [B, T, Hv, Dv] in v's dtype, [B, Hv, Dv, Dk] float32.
 
     Raises:
-        ValueError: a shape, dtype, head dimension or segment that does not fit, named.
+        ValueError: a head dimension or segment that does not fit, named.
     """
-    p, decay = read(q, k, v, g, beta, scale, state, lengths, delta_rule, gate, beta_kind)
-    ok, reason = supported(p.Dk, p.Dv, p.dtype)
+    ok, reason = supported(x.Dk, x.Dv, x.dtype)
     if not ok:
         raise ValueError(f"kda_recurrent: {reason}")
-    S = p.initial_state(state)
-    if p.empty:
-        return p.no_output(), S
+    beta = beta_constant(x.beta_kind)
+    if x.empty:
+        return x.empty_result()
+    S = x.initial_state()
     run = kernel("kda_recurrent", runner)
-    ends = lengths_or_full(lengths, p.B, p.T)
+    decay = decay_inputs(x.g, x.beta, x.gate)
+    ends = lengths_or_full(x.lengths, x.B, x.T)
     outputs = []
-    for start, count in launches(p.T, segment, runner):
+    for start, count in launches(x.T, segment, runner):
         o, S = run(
             inputs=[
-                *(q, k, v, *decay.arrays, S, ends),
-                integers((p.T, p.H, p.Hv, start, count)),
-                floats((p.scale, decay.bound)),
+                *(x.q, x.k, x.v, *decay, S, ends),
+                integers((x.T, x.H, x.Hv, start, count)),
+                floats((x.scale, lower_bound(x.gate))),
             ],
-            template=template(p.dtype, p.Dk, p.Dv, decay, delta_rule),
-            grid=(THREADS * p.Dv // ROWS, p.B * p.Hv, 1),
+            template=[
+                ("InT", x.dtype),
+                ("Dk", x.Dk),
+                ("Dv", x.Dv),
+                ("GATE", GATES[x.gate_kind]),
+                ("BETA", beta),
+                ("DELTA_RULE", x.delta_rule),
+            ],
+            grid=(THREADS * x.Dv // ROWS, x.B * x.Hv, 1),
             threadgroup=(THREADS, 1, 1),
-            output_shapes=[(p.B, count, p.Hv, p.Dv), S.shape],
-            output_dtypes=[p.dtype, mx.float32],
+            output_shapes=[(x.B, count, x.Hv, x.Dv), S.shape],
+            output_dtypes=[x.dtype, mx.float32],
         )
         outputs.append(o)
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1), S
-
-
-def template(dtype: mx.Dtype, Dk: int, Dv: int, decay, delta_rule: bool) -> list:
-    return [
-        ("InT", dtype),
-        ("Dk", Dk),
-        ("Dv", Dv),
-        ("GATE", decay.gate),
-        ("BETA", decay.beta),
-        ("DELTA_RULE", delta_rule),
-    ]

@@ -36,7 +36,7 @@ def moe_route(
     dtype: mx.Dtype = mx.float32,
     runner: str = "auto",
 ) -> tuple[mx.array, mx.array]:
-    """What `layers.router.route` computes, highest choice first.
+    """What `layers.moe.route` computes, highest choice first.
 
     Args:
         logits: float32 [..., experts].
@@ -64,7 +64,7 @@ def moe_route(
     if tokens == 0:
         return mx.zeros(shape, dtype=mx.uint32), mx.zeros(shape, dtype=dtype)
     chosen, weights = kernel("moe_route", runner)(
-        inputs=[in_device_memory(logits), in_device_memory(bias), floats((float(scale),))],
+        inputs=[*in_device_memory(logits, bias), floats((float(scale),))],
         template=[
             ("E", E),
             ("K", top_k),

@@ -5,12 +5,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..kernels import layer as kernels
-from ..kernels.arguments import Gate
-from . import mix as ops
+from ..kernels.arguments import LayerParameters, LayerState, Projections
+from ..ops.gates import Gate
 from .conv import ShortConv
-from .merged import Bundle, apply
-from .mix import Memory, Projections
+from .merged import Bundle
+from .mix import LayerCall, choose
 from .norm import RMSNorm
 from .padding import Padding
 
@@ -20,16 +19,16 @@ class KimiDeltaAttention(nn.Module):
 
     ::
 
-        q, k, v = silu(conv(proj(x)));  q, k unit length a head
+        q, k, v = silu(conv(proj(x)));  q, k unit length per head
         g = gate(f_b(f_a(x)), A_log, dt_bias);  beta = sigmoid(b(x))
         o = kda(q, k, v, g, beta)
         y = o_proj(rmsnorm(o) * sigmoid(g_b(g_a(x))))
 
     The names of the parameters are mlx-lm's.
 
-    ``mix`` is all that lies between the projections in and out. ``runner`` says what computes it:
-    "ops" (MLX operations, differentiable), or the kernels under one of their runners. In training
-    it is the operations in any case.
+    ``runner`` says what computes all that lies between the projections: "ops" (MLX operations,
+    differentiable), or the kernels under one of their runners. In training it is the operations in
+    any case; `choose` tells what takes a call, and why.
     """
 
     def __init__(
@@ -64,7 +63,9 @@ class KimiDeltaAttention(nn.Module):
         self.num_v_heads = num_heads if num_v_heads is None else num_v_heads
         self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
         if self.num_v_heads % num_heads:
-            raise ValueError(f"{self.num_v_heads} value heads are no multiple of {num_heads} heads")
+            raise ValueError(
+                f"{self.num_v_heads} value heads are not a multiple of {num_heads} heads"
+            )
         self.lower_bound, self.negative_eigenvalues = lower_bound, negative_eigenvalues
         self.runner = "ops"
         keys, values = num_heads * head_dim, self.num_v_heads * self.v_head_dim
@@ -85,18 +86,37 @@ class KimiDeltaAttention(nn.Module):
         self._bundle: Bundle | None = None
 
     def __call__(self, x: mx.array, cache: Any = None, padding: Padding | None = None) -> mx.array:
-        """x [B, T, hidden] -> the same shape; ``cache`` holds the four arrays of Memory."""
+        """x [B, T, hidden] -> the same shape; ``cache`` holds the four arrays of a LayerState.
+
+        With ``cache.one_by_one`` the tokens are computed as so many steps of decoding.
+        """
         if padding is not None and padding.real is not None:
             x = mx.where(padding.real, x, 0)
-        memory = Memory() if cache is None else Memory(*(cache[i] for i in range(4)))
-        one_by_one = getattr(cache, "one_by_one", False)
-        mix = self._mix_one_by_one if one_by_one else self.mix
-        y, memory = mix(self.project(x), memory, padding)
+        B, T = x.shape[:2]
+        p, w = self.project(x), self.kernel_parameters()
+        if cache is None or cache[3] is None:
+            state = w.empty_state(B, x.dtype)
+        else:
+            state = LayerState(*(cache[i] for i in range(4)))
+        steps = [p]
+        if T > 1 and getattr(cache, "one_by_one", False):
+            steps = [Projections(*(a[:, t : t + 1] for a in p)) for t in range(T)]
+        call = self.choose(T // len(steps), x.dtype)
+        outputs = []
+        for step in steps:
+            y, state = call(step, w, state, padding)
+            outputs.append(y)
+        y = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
         if cache is not None:
-            for i, array in enumerate(memory):
+            for i, array in enumerate(state):
                 cache[i] = array
-            cache.advance(x.shape[1])
-        return self.o_proj(y)
+            cache.advance(T)
+        return self.o_proj(y.reshape(p.v.shape))
+
+    def choose(self, T: int, dtype: mx.Dtype, runner: str | None = None) -> LayerCall:
+        """What takes T tokens between the projections, under this runner or another."""
+        sizes = (self.head_dim, self.v_head_dim, self.conv_kernel)
+        return choose(T, *sizes, dtype, runner or self.runner, self.training)
 
     def merge(self, on: bool = True) -> None:
         """Apply the maps of x as few products, or one by one."""
@@ -109,72 +129,27 @@ class KimiDeltaAttention(nn.Module):
         )
 
     def project(self, x: mx.array) -> Projections:
+        """All that the layer computes from x [B, T, hidden] alone."""
         heads = (*x.shape[:2], self.num_v_heads)
-        q, k, v, f, g, b = apply(self._bundle, self._inputs(), x)
+        maps = self._inputs()
+        made = [f(x) for f in maps] if self._bundle is None else self._bundle(maps, x)
+        q, k, v, f, g, b = made
         # The casts do nothing unless a weight is wider than x: windows keep the dtype of x.
         q, k, v = (y.astype(x.dtype) for y in (q, k, v))
         a = self.f_b_proj(f).reshape(*heads, self.head_dim)
         z = self.g_b_proj(g).reshape(*heads, self.v_head_dim)
         return Projections(q, k, v, a, b, z)
 
-    def _mix_one_by_one(
-        self, p: Projections, memory: Memory, padding: Padding | None
-    ) -> tuple[mx.array, Memory]:
-        """``mix`` as T steps of decoding: bit for bit what they compute."""
-        out = []
-        for t in range(p.q.shape[1]):
-            y, memory = self.mix(Projections(*(a[:, t : t + 1] for a in p)), memory, padding)
-            out.append(y)
-        return mx.concatenate(out, axis=1), memory
-
-    def mix(
-        self, p: Projections, memory: Memory, padding: Padding | None = None
-    ) -> tuple[mx.array, Memory]:
-        """Projections and memory -> (y [B, T, Hv * Dv] for o_proj, the next memory)."""
-        if self.choose(p.q.shape[1], p.q.dtype).kernel is None:
-            return self.mix_ops(p, memory, padding)
-        return self.mix_kernels(p, memory, padding)
-
-    def choose(self, T: int, dtype: mx.Dtype) -> kernels.Choice:
-        """The kernel that takes T tokens, or none and why."""
-        if self.runner == "ops":
-            return kernels.Choice(None, "the runner is ops")
-        if self.training:
-            return kernels.Choice(None, "training needs gradients, which the kernels have not")
-        return kernels.choose(T, self.head_dim, self.v_head_dim, dtype, self.conv_kernel)
-
-    def mix_kernels(
-        self, p: Projections, memory: Memory, padding: Padding | None = None
-    ) -> tuple[mx.array, Memory]:
-        """``mix`` by kernels, one launch for a few tokens."""
-        parameters = self.kernel_parameters()
-        if memory.state is None:
-            memory = kernels.empty_memory(parameters, p.q.shape[0], p.q.dtype)
-        lengths = None if padding is None else padding.lengths
-        y, memory = kernels.mix(*p, parameters, memory, lengths=lengths, runner=self.runner)
-        return y.reshape(p.v.shape), Memory(*memory)
-
-    def kernel_parameters(self) -> kernels.Parameters:
-        """What the kernels need of this layer."""
-        return kernels.Parameters(
+    def kernel_parameters(self) -> LayerParameters:
+        """What `choose`'s calls need of this layer: sizes, and weights between the projections."""
+        return LayerParameters(
             H=self.num_heads,
             Hv=self.num_v_heads,
             Dk=self.head_dim,
             Dv=self.v_head_dim,
             conv_weight=(self.q_conv.conv.weight, self.k_conv.conv.weight, self.v_conv.conv.weight),
             gate=Gate(self.A_log, self.dt_bias, self.lower_bound),
-            weight=self.o_norm.weight,
+            norm_weight=self.o_norm.weight,
             eps=self.o_norm.eps,
             beta_kind="twice" if self.negative_eigenvalues else "sigmoid",
         )
-
-    def mix_ops(
-        self,
-        p: Projections,
-        memory: Memory,
-        padding: Padding | None = None,
-        path: str = "auto",
-    ) -> tuple[mx.array, Memory]:
-        """``mix`` by MLX operations, the recurrence by ``path`` of them."""
-        y, memory = ops.mix(p, memory, self.kernel_parameters(), padding, path)
-        return y.reshape(p.v.shape), memory

@@ -41,24 +41,7 @@ class Merged:
                 for layer, view in zip(layers, views, strict=True):
                     layer[name] = view
         self.ids = list(map(id, layers))
-        # What each step compares, in one flat list: it runs many times a token.
         self.views = [(layer, name, w) for layer in layers for name, w in _arrays(layer).items()]
-
-    def holds(self, layers: Sequence[nn.Module]) -> bool:
-        """Whether the maps this was made of are among ``layers``, their arrays unchanged."""
-        if not {*map(id, layers)}.issuperset(self.ids):
-            return False
-        for layer, name, view in self.views:  # noqa: SIM110, a generator takes twice as long
-            if layer[name] is not view:
-                return False
-        return True
-
-    def release(self) -> None:
-        """Give every map that still has a view an array of its own."""
-        for layer, name, view in self.views:
-            if layer[name] is view:
-                own = blas_layout.laid_out if blas_layout.gains(layer) else mx.contiguous
-                layer[name] = own(view)
 
     def __call__(self, x: mx.array) -> list[mx.array]:
         """The outputs of the maps, in order, as views of one array."""
@@ -76,24 +59,6 @@ class Merged:
             )
         else:
             y = x @ self.whole["weight"].T
-        return mx.split(y, self.ends, axis=-1)
-
-
-class MergedExperts(Merged):
-    """The same for the maps of experts."""
-
-    def __call__(self, x: mx.array, chosen: mx.array, rows: mx.array) -> list[mx.array]:
-        """x [..., D] by ``rows`` and chosen experts -> [..., k, 1, out] of each map (`gather`)."""
-        y = _gather(self.layers[0], self.whole, x, rhs_indices=chosen, lhs_indices=rows)
-        return mx.split(y, self.ends, axis=-1)
-
-    def in_order(self, x: mx.array, experts: mx.array) -> list[mx.array]:
-        """Row i of x [N, 1, D] by expert i of ``experts`` [N], ascending -> [N, 1, out] each.
-
-        The maps by themselves are strided views here, and MLX's product of sorted rows copies such
-        weights whole, every expert's, before it begins.
-        """
-        y = _gather(self.layers[0], self.whole, x, rhs_indices=experts, sorted_indices=True)
         return mx.split(y, self.ends, axis=-1)
 
 
@@ -124,14 +89,10 @@ def _on_cuda() -> bool:
     return mx.cuda.is_available() and mx.default_device() != mx.cpu
 
 
-def gather(layer: nn.Module, x: mx.array, chosen: mx.array, rows: mx.array) -> mx.array:
-    """Row ``rows`` of x [..., 1, D] through expert ``chosen``: [*chosen.shape, 1, out]."""
-    return _gather(layer, layer, x, rhs_indices=chosen, lhs_indices=rows)
-
-
-def _gather(
+def gather(
     layer: nn.Module, arrays: Mapping[str, mx.array], x: mx.array, **indices: mx.array | bool
 ) -> mx.array:
+    """MLX's gathered product of x [..., 1, D] by the ``arrays`` of an expert map like ``layer``."""
     if "scales" not in layer:
         return mx.gather_mm(x, arrays["weight"].swapaxes(-1, -2), **indices)
     return mx.gather_qmm(
@@ -152,30 +113,37 @@ class Bundle:
 
     def __init__(self, layers: Sequence[nn.Module]):
         self.groups = merge(layers)
+        self.ids = {i for group in self.groups for i in group.ids}
+        # What each step compares, in one flat list: it runs many times a token.
+        self.views = [view for group in self.groups for view in group.views]
 
     def whole(self, layers: Sequence[nn.Module]) -> Merged | None:
         """The one merged map of all ``layers``, if it holds them in this order.
 
         A merged map that holds no longer is given up: views of it are slow by themselves.
         """
-        if not self._held(layers) or len(self.groups) != 1:
+        if not self.holds(layers) or len(self.groups) != 1:
             return None
         return self.groups[0] if len(self.groups[0].layers) == len(layers) else None
 
-    def _held(self, layers: Sequence[nn.Module]) -> bool:
-        for group in self.groups:
-            if not group.holds(layers):
-                break
-        else:
-            return True
-        for group in self.groups:
-            group.release()
-        self.groups = []
+    def holds(self, layers: Sequence[nn.Module]) -> bool:
+        """Whether the merged maps are among ``layers``, unchanged; if not, give them up."""
+        if self.ids.issubset(map(id, layers)):
+            for layer, name, view in self.views:
+                if layer[name] is not view:
+                    break
+            else:
+                return True
+        for layer, name, view in self.views:
+            if layer[name] is view:  # an array of its own
+                own = blas_layout.laid_out if blas_layout.gains(layer) else mx.contiguous
+                layer[name] = own(view)
+        self.groups, self.ids, self.views = [], set(), []
         return False
 
     def __call__(self, layers: Sequence[nn.Module], x: mx.array) -> list[mx.array]:
         """The outputs of ``layers``, which are the maps as they are now, in order."""
-        if not self._held(layers) or x.size // x.shape[-1] > FEW:
+        if not self.holds(layers) or x.size // x.shape[-1] > FEW:
             return [layer(x) for layer in layers]
         made = {}
         for group in self.groups:
@@ -197,7 +165,7 @@ def merge(layers: Sequence[nn.Module]) -> list[Merged]:
     for kind, same in kinds.items():
         if len(same) > 1:
             experts = issubclass(kind[0], (SwitchLinear, QuantizedSwitchLinear))
-            made.append(MergedExperts(same, axis=1) if experts else Merged(same, axis=0))
+            made.append(Merged(same, axis=1 if experts else 0))
     return made
 
 
@@ -214,8 +182,3 @@ def _kind(layer: nn.Module) -> tuple | None:
     # Rows of one length and one dtype; for experts, one number of them.
     rows = tuple((name, w.dtype, w.shape[-1]) for name, w in _arrays(layer).items())
     return (type(layer), *packing, rows, layer.weight.shape[:-2])
-
-
-def apply(bundle: Bundle | None, layers: Sequence[nn.Module], x: mx.array) -> list[mx.array]:
-    """The outputs of ``layers`` for x, by their bundle if there is one."""
-    return [layer(x) for layer in layers] if bundle is None else bundle(layers, x)

@@ -1,124 +1,204 @@
-"""A KDA layer between its projections, by MLX operations; `kernels.layer` does it by kernels."""
+"""What computes a KDA layer between its projections: one kernel, a few, or MLX operations.
 
+::
+
+    q, k, v = silu(conv(x));  q, k unit length;  g = gate(a);  beta = sigmoid(b)
+    o = kda(q, k, v, g, beta);  y = o / sqrt(mean o^2 + eps) * norm_weight * sigmoid(z)
+
+`choose` decides once for a kind of call; what it returns computes such calls.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..attention import kda
-from ..kernels.arguments import Gate
-from ..kernels.layer import Parameters
-from ..ops import bounded_gate, l2norm, softplus_gate
+from ..attention import choose_operations, kda
+from ..kernels import chunk, decode, prologue
+from ..kernels.arguments import LayerParameters, LayerState, Projections
+from ..kernels.chunk import kda_chunk
+from ..kernels.decode import kda_decode
+from ..kernels.epilogue import kda_epilogue
+from ..kernels.prologue import kda_prologue
+from ..kernels.recurrent import kda_recurrent
+from ..ops import l2norm
 from ..ops.elementwise import gated
+from ..ops.gates import Gate, write_strength
+from ..ops.inputs import CheckedInputs
 from .conv import short_conv
 from .norm import rms_norm
 from .padding import Padding
 
-
-class Projections(NamedTuple):
-    """Everything the layer computes from x alone, before any of it meets the past."""
-
-    q: mx.array  # [B, T, H * Dk], before the convolution
-    k: mx.array
-    v: mx.array  # [B, T, Hv * Dv]
-    a: mx.array  # [B, T, Hv, Dk], raw forget gate
-    b: mx.array  # [B, T, Hv], raw write strength
-    z: mx.array  # [B, T, Hv, Dv], raw output gate
+# Up to this many tokens a chunk of 16 would be mostly padding.
+SHORT = 16
 
 
-class Memory(NamedTuple):
-    """What a layer carries from step to step; None where a text begins."""
-
-    q: mx.array | None = None  # windows [B, conv_kernel - 1, H * Dk]
-    k: mx.array | None = None
-    v: mx.array | None = None  # [B, conv_kernel - 1, Hv * Dv]
-    state: mx.array | None = None  # [B, Hv, Dv, Dk], float32
-
-
-def mix(
-    p: Projections,
-    memory: Memory,
-    w: Parameters,
-    padding: Padding | None = None,
-    path: str = "auto",
-) -> tuple[mx.array, Memory]:
-    """Projections and memory -> (y [B, T, Hv, Dv], the next memory).
-
-    ::
-
-        q, k, v = silu(conv(x));  q, k unit length;  g = gate(a);  beta = sigmoid(b)
-        o = kda(q, k, v, g, beta);  y = o / sqrt(mean o^2 + eps) * weight * sigmoid(z)
+@dataclass(frozen=True)
+class LayerCall:
+    """What computes a kind of call, and why. Calling it computes one.
 
     Args:
-        w: the layer's weights and sizes.
+        p, w, past: the layer's projections, parameters and state.
         padding: what of a batch is not real, if anything.
-        path: of the recurrence, a path of `kda` by operations.
+
+    Returns:
+        (y, state): y [B, T, Hv, Dv] for the output projection, and the next layer state.
     """
-    if p.q.shape[1] == 1 and padding is None and path == "auto" and memory.state is not None:
-        return step(p, memory, w)
-    return _mix(p, memory, w, padding, path)
+
+    path: str
+    reason: str
+    runner: str = "ops"
+
+    @property
+    def kernel(self) -> str | None:
+        """The kernel, "kda_decode", "kda_recurrent" or "kda_chunk"; None: MLX operations."""
+        return None if self.runner == "ops" else self.path
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
+
+    def __call__(
+        self,
+        p: Projections,
+        w: LayerParameters,
+        past: LayerState,
+        padding: Padding | None = None,
+    ) -> tuple[mx.array, LayerState]:
+        raise NotImplementedError
 
 
-def step(p: Projections, memory: Memory, w: Parameters) -> tuple[mx.array, Memory]:
-    """One token after others: the same operations compiled, since calling them takes longer."""
-    rest = (w.H, w.Hv, w.Dk, w.Dv, w.eps, w.beta_kind, w.gate.lower_bound)
-    arrays = (*p, *memory, *w.conv_weight, w.weight, w.gate.A_log, w.gate.dt_bias)
-    y, *memory = _compiled(*rest)(*arrays)
-    return y, Memory(*memory)
+class DecodeKernel(LayerCall):
+    """A few tokens in one launch."""
+
+    def __call__(
+        self,
+        p: Projections,
+        w: LayerParameters,
+        past: LayerState,
+        padding: Padding | None = None,
+    ) -> tuple[mx.array, LayerState]:
+        lengths = None if padding is None else padding.lengths
+        return kda_decode(p, w, past, lengths=lengths, runner=self.runner)
+
+
+class PrefillKernels(LayerCall):
+    """Prologue, recurrence and epilogue, each by kernels."""
+
+    def __call__(
+        self,
+        p: Projections,
+        w: LayerParameters,
+        past: LayerState,
+        padding: Padding | None = None,
+    ) -> tuple[mx.array, LayerState]:
+        lengths = None if padding is None else padding.lengths
+        qkv, windows = kda_prologue(p, w, past, lengths=lengths, runner=self.runner)
+        x = CheckedInputs(
+            *(*qkv, p.a, p.b),
+            state=past.state,
+            lengths=lengths,
+            gate=w.gate,
+            beta_kind=w.beta_kind,
+        )
+        op = kda_chunk if self.path == "kda_chunk" else kda_recurrent
+        o, state = op(x, runner=self.runner)
+        y = kda_epilogue(o, p.z, w, lengths=lengths, runner=self.runner)
+        return y, LayerState(*windows, state)
+
+
+class Operations(LayerCall):
+    """MLX operations, differentiable; ``path`` is that of the recurrence."""
+
+    def __call__(
+        self,
+        p: Projections,
+        w: LayerParameters,
+        past: LayerState,
+        padding: Padding | None = None,
+    ) -> tuple[mx.array, LayerState]:
+        if self.path != "step" or p.b.shape[1] != 1 or padding is not None or w.gate is None:
+            return _operations(p, w, past, padding, self.path)
+        sizes = (*w[:4], w.eps, w.beta_kind, w.gate.lower_bound)
+        arrays = (*p, *past, *w.conv_weight, w.norm_weight, w.gate.A_log, w.gate.dt_bias)
+        y, *state = _one_token(*sizes)(*arrays)
+        return y, LayerState(*state)
+
+
+@lru_cache(maxsize=1024)
+def choose(
+    T: int,
+    Dk: int,
+    Dv: int,
+    conv_kernel: int,
+    dtype: mx.Dtype,
+    runner: str,
+    training: bool = False,
+) -> LayerCall:
+    """What computes T tokens of a layer of these sizes, with its reason.
+
+    Args:
+        dtype: of the activations.
+        runner: "ops" or the runner of the kernels, as `attention.resolve` gives it.
+        training: whether gradients are needed, which the kernels do not have.
+    """
+    operations = choose_operations(T)
+    if runner == "ops":
+        return Operations(operations.path, operations.reason)
+    if training:
+        why = "training needs gradients, which the kernels do not have"
+        return Operations(operations.path, why)
+    if T == 0:
+        return Operations(operations.path, "there are no tokens")
+    if T <= decode.MAX_TOKENS:
+        ok, reason = decode.supported(Dk, Dv, dtype, T, conv_kernel)
+        why = f"T = {T} is at most {decode.MAX_TOKENS}: one launch for it all"
+        call: LayerCall = DecodeKernel("kda_decode", why, runner)
+    else:
+        ok, reason = prologue.supported(Dk, Dv, dtype, conv_kernel)
+        if T <= SHORT:
+            why = f"T = {T} would hardly fill a chunk of {chunk.CHUNK}"
+            call = PrefillKernels("kda_recurrent", why, runner)
+        else:
+            why = f"T = {T}: chunks of {chunk.CHUNK} tokens"
+            call = PrefillKernels("kda_chunk", why, runner)
+    return call if ok else Operations(operations.path, reason)
 
 
 @lru_cache(maxsize=64)
-def _compiled(H, Hv, Dk, Dv, eps, beta_kind, lower_bound):
-    """`_mix` of one token as a compiled function of arrays, for one kind of layer."""
+def _one_token(
+    H: int, Hv: int, Dk: int, Dv: int, eps: float, beta_kind: str, lower_bound: float | None
+) -> Callable[..., tuple[mx.array, ...]]:
+    """`_operations` of one token as a compiled function of arrays: calling them takes longer."""
 
     @mx.compile
     def call(*arrays: mx.array) -> tuple[mx.array, ...]:
-        p, memory, conv_weight = Projections(*arrays[:6]), Memory(*arrays[6:10]), arrays[10:13]
-        weight, A_log, dt_bias = arrays[13:]
+        p, past, conv_weight = Projections(*arrays[:6]), LayerState(*arrays[6:10]), arrays[10:13]
+        norm_weight, A_log, dt_bias = arrays[13:]
         gate = Gate(A_log, dt_bias, lower_bound)
-        y, memory = _mix(
-            p, memory, Parameters(H, Hv, Dk, Dv, conv_weight, gate, weight, eps, beta_kind)
-        )
-        return y, *memory
+        w = LayerParameters(H, Hv, Dk, Dv, conv_weight, gate, norm_weight, eps, beta_kind)
+        y, state = _operations(p, w, past, None, "step")
+        return y, *state
 
     return call
 
 
-def _mix(
+def _operations(
     p: Projections,
-    memory: Memory,
-    w: Parameters,
-    padding: Padding | None = None,
-    path: str = "auto",
-) -> tuple[mx.array, Memory]:
-    past = zip(p[:3], w.conv_weight, memory[:3], strict=True)
-    (q, k, v), windows = zip(*(short_conv(*each, padding) for each in past), strict=True)
-    q, k = (x.reshape(*x.shape[:2], w.H, w.Dk) for x in (q, k))
-    lengths = None if padding is None else padding.lengths
-    o, state = attend(q, k, v.reshape(p.z.shape), p.a, p.b, memory.state, w, lengths, path)
-    y = gated(rms_norm(o, w.weight, w.eps), p.z.astype(o.dtype))
-    return y, Memory(*windows, state)
-
-
-def attend(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    a: mx.array,
-    b: mx.array,
-    state: mx.array | None,
-    w: Parameters,
-    lengths: mx.array | None = None,
-    path: str = "auto",
-) -> tuple[mx.array, mx.array]:
-    """Convolved q, k [B, T, H, Dk], v [B, T, Hv, Dv], raw gate a, raw beta b -> (o, state)."""
-    if w.gate.lower_bound is None:
-        g = softplus_gate(a, w.gate.A_log, w.gate.dt_bias)
-    else:
-        g = bounded_gate(a, w.gate.A_log, w.gate.dt_bias, w.gate.lower_bound)
-    beta = mx.sigmoid(b.astype(mx.float32))
-    if w.beta_kind == "twice":
-        beta = 2 * beta
-    # By operations where the op by itself would take a kernel: this is what stands in for them.
-    options = {"state": state, "lengths": lengths, "path": path, "runner": "ops"}
-    return kda(l2norm(q), l2norm(k), v, g, beta, **options)
+    w: LayerParameters,
+    past: LayerState,
+    padding: Padding | None,
+    path: str,
+) -> tuple[mx.array, LayerState]:
+    inputs = zip(p[:3], w.conv_weight, past[:3], strict=True)
+    (q, k, v), windows = zip(*(short_conv(*each, padding) for each in inputs), strict=True)
+    q, k = (l2norm(x.reshape(*x.shape[:2], w.H, w.Dk)) for x in (q, k))
+    g = p.a if w.gate is None else w.gate.log_decay(p.a)
+    o, state = kda(
+        *(q, k, v.reshape(p.z.shape), g, write_strength(p.b, w.beta_kind)),
+        state=past.state,
+        lengths=None if padding is None else padding.lengths,
+        path=path,
+    )
+    y = gated(rms_norm(o, w.norm_weight, w.eps), p.z.astype(o.dtype))
+    return y, LayerState(*windows, state)

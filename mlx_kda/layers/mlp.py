@@ -4,7 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..ops.elementwise import swiglu
-from .merged import Bundle, apply
+from .merged import Bundle
 
 
 class MLP(nn.Module):
@@ -26,5 +26,7 @@ class MLP(nn.Module):
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """x [..., hidden] -> the same shape, added to ``residual`` if there is one."""
-        y = self.down_proj(swiglu(*apply(self._bundle, self._inputs(), x)))
+        maps = self._inputs()
+        gate, up = [f(x) for f in maps] if self._bundle is None else self._bundle(maps, x)
+        y = self.down_proj(swiglu(gate, up))
         return y if residual is None else residual + y.astype(residual.dtype)

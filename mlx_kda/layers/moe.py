@@ -11,9 +11,8 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 from ..kernels.route import moe_route
 from ..kernels.route import supported as route_supported
 from ..ops.elementwise import swiglu
-from .merged import Bundle, MergedExperts, gather, in_reach
+from .merged import Bundle, Merged, gather, in_reach
 from .mlp import MLP
-from .router import route
 
 # mlx-lm's experts sort their tokens from this many choices on.
 _SORTED_FROM = 64
@@ -48,7 +47,7 @@ class Experts(SwitchGLU):
             return super().__call__(x, chosen)
         return (self._few if chosen.size < _SORTED_FROM else self._many)(merged, x, chosen)
 
-    def _can_be_sorted(self, merged: MergedExperts | None, rows: int) -> bool:
+    def _can_be_sorted(self, merged: Merged | None, rows: int) -> bool:
         inputs = [[layer] for layer in self._inputs()] if merged is None else [self._inputs()]
         return all(in_reach(maps, rows) for maps in (*inputs, [self.down_proj]))
 
@@ -58,19 +57,25 @@ class Experts(SwitchGLU):
         hidden = swiglu(apply(self.gate_proj, rows, chosen), apply(self.up_proj, rows, chosen))
         return apply(self.down_proj, hidden, chosen).squeeze(-2)
 
-    def _few(self, merged: MergedExperts, x: mx.array, chosen: mx.array) -> mx.array:
+    def _few(self, merged: Merged, x: mx.array, chosen: mx.array) -> mx.array:
         """A few tokens: two gathered products, and no launch that only counts rows."""
         tokens = mx.broadcast_to(_rows((*x.shape[:-1], 1)), chosen.shape)
-        gate, up = merged(x[..., None, None, :], chosen, tokens)
-        hidden = swiglu(gate, up)
-        return gather(self.down_proj, hidden, chosen, _rows(chosen.shape)).squeeze(-2)
+        x = x[..., None, None, :]
+        y = gather(merged.layers[0], merged.whole, x, rhs_indices=chosen, lhs_indices=tokens)
+        hidden = swiglu(*mx.split(y, merged.ends, axis=-1))
+        rows = {"rhs_indices": chosen, "lhs_indices": _rows(chosen.shape)}
+        return gather(self.down_proj, self.down_proj, hidden, **rows).squeeze(-2)
 
-    def _many(self, merged: MergedExperts, x: mx.array, chosen: mx.array) -> mx.array:
+    def _many(self, merged: Merged, x: mx.array, chosen: mx.array) -> mx.array:
         """Many tokens: sorted by expert, so that an expert's weights are read for all its rows."""
         order = mx.argsort(chosen.flatten())
         experts = chosen.flatten()[order]
         rows = x.reshape(-1, 1, x.shape[-1])[order // chosen.shape[-1]]
-        hidden = swiglu(*merged.in_order(rows, experts))
+        # The maps by themselves are strided views, and MLX's product of sorted rows copies such
+        # weights whole, every expert's, before it begins.
+        sorted_by = {"rhs_indices": experts, "sorted_indices": True}
+        y = gather(merged.layers[0], merged.whole, rows, **sorted_by)
+        hidden = swiglu(*mx.split(y, merged.ends, axis=-1))
         y = self.down_proj(hidden, experts, sorted_indices=True)
         return y[mx.argsort(order)].reshape(*chosen.shape, -1)
 
@@ -140,10 +145,6 @@ class MoE(nn.Module):
         if self.shared_experts is not None:
             self.shared_experts.merge(on)
 
-    def select(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        """Experts chosen and their weights, of x's dtype or float32, for x [..., hidden]."""
-        return self.route(self.gate(x.astype(mx.float32)), x.dtype)
-
     def route(self, logits: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
         """Experts chosen and their weights for float32 logits [..., experts]."""
         options = {
@@ -167,7 +168,7 @@ class MoE(nn.Module):
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """x [..., hidden] -> the same shape, added to ``residual`` if there is one."""
-        chosen, weights = self.select(x)
+        chosen, weights = self.route(self.gate(x.astype(mx.float32)), x.dtype)
         each = self.switch_mlp(x, chosen)
         y = (weights[..., None, :].astype(each.dtype) @ each).squeeze(-2)
         parts = [] if residual is None else [residual]
@@ -186,3 +187,59 @@ class MoE(nn.Module):
 def _sum3(residual: mx.array, shared: mx.array, routed: mx.array) -> mx.array:
     """One launch for both sums, of the residual's dtype."""
     return residual + (routed + shared).astype(residual.dtype)
+
+
+@partial(mx.compile, shapeless=True)
+def _sigmoid_scores(logits: mx.array, bias: mx.array) -> tuple[mx.array, mx.array]:
+    scores = mx.sigmoid(logits)
+    return scores, scores + bias
+
+
+@partial(mx.compile, shapeless=True)
+def _share(weights: mx.array, total: mx.array, scale: float) -> mx.array:
+    return weights / (total + 1e-20) * scale
+
+
+def route(
+    logits: mx.array,
+    bias: mx.array,
+    *,
+    top_k: int,
+    groups: int = 1,
+    kept_groups: int = 1,
+    activation: str = "sigmoid",
+    renormalize: bool = True,
+    scale: float = 1.0,
+) -> tuple[mx.array, mx.array]:
+    """Choose by ``score + bias``, weigh by ``score``.
+
+    With groups, only the ``kept_groups`` whose two best biased scores sum highest take part. The
+    others are set to -inf: a biased score may be negative, so 0 would not keep them out.
+
+    Args:
+        logits: float32 [..., experts].
+        bias: float32 [experts]; it moves the choice, never the weight.
+
+    Returns:
+        (experts chosen [..., top_k], weights float32 [..., top_k]), in no particular order.
+    """
+    if activation == "sigmoid":
+        scores, choice = _sigmoid_scores(logits, bias)
+    elif activation == "softmax":
+        scores = mx.softmax(logits, axis=-1, precise=True)
+        choice = scores + bias
+    else:
+        raise ValueError(f"router activation must be 'sigmoid' or 'softmax', got {activation!r}")
+    dropped = groups - kept_groups
+    if dropped:
+        choice = mx.unflatten(choice, -1, (groups, -1))
+        best = mx.topk(choice, min(2, choice.shape[-1]), axis=-1).sum(axis=-1, keepdims=True)
+        worst = mx.argpartition(best, kth=dropped - 1, axis=-2)[..., :dropped, :]
+        choice = mx.put_along_axis(choice, worst, mx.array(-mx.inf), axis=-2)
+        choice = mx.flatten(choice, -2, -1)
+    chosen = mx.argpartition(-choice, kth=top_k - 1, axis=-1)[..., :top_k]
+    chosen = mx.stop_gradient(chosen)
+    weights = mx.take_along_axis(scores, chosen, axis=-1)
+    if renormalize:
+        return chosen, _share(weights, weights.sum(axis=-1, keepdims=True), scale)
+    return chosen, weights * scale

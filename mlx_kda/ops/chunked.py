@@ -21,7 +21,7 @@ Two rules keep it as accurate as the loop, whatever the gates and keys:
 
 import mlx.core as mx
 
-from .inputs import Problem
+from .inputs import CheckedInputs
 from .spans import by_chunk, prepare_chunks
 
 CHUNKS = (8, 16, 32, 64)
@@ -48,101 +48,76 @@ def kda_chunk_ref(
     Arguments and results are those of `kda_ref`.
 
     Args:
-        chunk: tokens a chunk: 8, 16, 32 or 64. Any T works; the tail is padded with tokens that
+        chunk: tokens per chunk: 8, 16, 32 or 64. Any T works; the tail is padded with tokens that
             change nothing.
 
     Raises:
         ValueError: a shape, dtype or chunk size that does not fit, named.
     """
-    p = Problem.read(q, k, v, g, beta, scale, state, lengths, delta_rule)
+    inputs = CheckedInputs(
+        q, k, v, g, beta, scale=scale, state=state, lengths=lengths, delta_rule=delta_rule
+    )
     if chunk not in CHUNKS:
         raise ValueError(f"chunk must be one of {CHUNKS}, got {chunk}")
-    return run(p, q, k, v, g, beta, state, lengths, chunk)
+    return run(inputs, chunk)
 
 
-def run(
-    p: Problem,
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    g: mx.array | None,
-    beta: mx.array,
-    state: mx.array | None,
-    lengths: mx.array | None,
-    chunk: int = 16,
-) -> tuple[mx.array, mx.array]:
+def run(x: CheckedInputs, chunk: int = 16) -> tuple[mx.array, mx.array]:
     """`kda_chunk_ref` for arguments that were checked."""
-    S = p.initial_state(state)
-    if p.empty:
-        return p.no_output(), S
+    if x.empty:
+        return x.empty_result()
 
     # Inside, the state is [B, Hv, Dk, Dv]: K~ S^T is then a plain product of row-major matrices,
     # twice as fast with a plain BLAS. Callers get a view in the public orientation.
-    S = S.swapaxes(-1, -2)
+    S = x.initial_state().swapaxes(-1, -2)
     outputs = []
     segment_bytes = _SEGMENT_BYTES[mx.default_device().type]
-    per_token = 4 * p.B * p.Hv * max(p.Dk, p.Dv)
+    per_token = 4 * x.B * x.Hv * max(x.Dk, x.Dv)
     step = max(1, segment_bytes // (per_token * chunk)) * chunk
-    for start in range(0, p.T, step):
-        segment = _cut(p, (q, k, v, g, beta), lengths, start, min(start + step, p.T), chunk)
-        o, S = _segment(p, *segment, S, chunk)
+    for start in range(0, x.T, step):
+        o, S = _segment(_cut(x, start, min(start + step, x.T), chunk), S, chunk)
         outputs.append(o)
     o = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
-    return o[:, : p.T], S.swapaxes(-1, -2)
+    return o[:, : x.T], S.swapaxes(-1, -2)
 
 
-def _cut(
-    p: Problem,
-    inputs: tuple[mx.array | None, ...],
-    lengths: mx.array | None,
-    start: int,
-    stop: int,
-    chunk: int,
-) -> list[mx.array | None]:
+def _cut(x: CheckedInputs, start: int, stop: int, chunk: int) -> CheckedInputs:
     """Tokens start..stop in float32; padding and tokens past a row's length are zeros.
 
     A zero token has decay exp(0) = 1, key 0 and beta 0, so it changes nothing and outputs 0.
     """
     pad = -(stop - start) % chunk
-    cut: list[mx.array | None] = []
-    for x in inputs:
-        if x is not None:
-            x = x[:, start:stop].astype(mx.float32)
-            if lengths is not None:
-                inside = mx.arange(start, stop) < lengths[:, None]
-                x = mx.where(inside.reshape(p.B, -1, *([1] * (x.ndim - 2))), x, 0.0)
-            if pad:
-                x = mx.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
-        cut.append(x)
-    return cut
+    cut = {}
+    for name in ("q", "k", "v", "beta", "g"):
+        if name == "g" and x.g is None:
+            continue
+        y = getattr(x, name)[:, start:stop].astype(mx.float32)
+        if x.lengths is not None:
+            inside = mx.arange(start, stop) < x.lengths[:, None]
+            y = mx.where(inside.reshape(x.B, -1, *([1] * (y.ndim - 2))), y, 0.0)
+        if pad:
+            y = mx.pad(y, [(0, 0), (0, pad)] + [(0, 0)] * (y.ndim - 2))
+        cut[name] = y
+    return x.replace(**cut)
 
 
-def _segment(
-    p: Problem,
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    g: mx.array | None,
-    beta: mx.array,
-    S: mx.array,
-    chunk: int,
-) -> tuple[mx.array, mx.array]:
+def _segment(x: CheckedInputs, S: mx.array, chunk: int) -> tuple[mx.array, mx.array]:
     """Prepare every chunk of a segment at once, then scan over them. S is [B, Hv, Dk, Dv]."""
-    T = q.shape[1]
+    T = x.q.shape[1]
     n = T // chunk
-    heads = (p.B, p.Hv)
-    span = prepare_chunks(p, q * p.scale, k, g, beta, chunk)
-    beta = by_chunk(beta[..., None], chunk)
+    heads = (x.B, x.Hv)
+    span = prepare_chunks(x, chunk)
+    beta = by_chunk(x.beta[..., None], chunk)
 
-    def split(x: mx.array) -> mx.array:
-        return x.reshape(n, *heads, *x.shape[1:])
+    def split(y: mx.array) -> mx.array:
+        return y.reshape(n, *heads, *y.shape[1:])
 
     kq = split(span.kq.flatten(1, 2))
     k_end = split(span.k_end).swapaxes(-1, -2)
     decay = split(span.decay).swapaxes(-1, -2)
     reads = split(span.reads)
     solve = None if span.solve is None else split(span.solve) * beta.swapaxes(-1, -2)
-    v = by_chunk(v, chunk)
+    v = by_chunk(x.v, chunk)
 
     outputs = []
     for i in range(n):
@@ -152,5 +127,5 @@ def _segment(
         outputs.append(past[..., chunk:, :] + reads[i] @ errors)
         S = S * decay[i] + k_end[i] @ errors
     o = mx.stack(outputs, axis=2)  # [B, Hv, n, C, Dv]
-    o = o.reshape(*heads, T, p.Dv).swapaxes(1, 2)
-    return o.astype(p.dtype), S
+    o = o.reshape(*heads, T, x.Dv).swapaxes(1, 2)
+    return o.astype(x.dtype), S

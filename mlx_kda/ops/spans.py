@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from .elementwise import exp
-from .inputs import Problem
+from .inputs import CheckedInputs
 
 _BLOCK = 8
 
@@ -36,15 +36,13 @@ class Span:
     solve: mx.array | None
 
 
-def prepare_chunks(
-    p: Problem, q: mx.array, k: mx.array, g: mx.array | None, beta: mx.array, chunk: int
-) -> Span:
+def prepare_chunks(x: CheckedInputs, chunk: int) -> Span:
     """Every chunk of a segment as one span: what the scan needs besides the state and V."""
-    span = _blocks(p, q, k, g, beta)
+    span = _blocks(x)
     length = _BLOCK
     while length < chunk:
         length *= 2
-        span = _merge(span, by_chunk(beta[..., None], length).flatten(1, 2))
+        span = _merge(span, by_chunk(x.beta[..., None], length).flatten(1, 2))
     return span
 
 
@@ -54,16 +52,16 @@ def by_chunk(x: mx.array, chunk: int) -> mx.array:
     return mx.contiguous(x.reshape(B, T // chunk, chunk, Hv, D).transpose(1, 0, 3, 2, 4))
 
 
-def _blocks(p: Problem, q: mx.array, k: mx.array, g: mx.array | None, beta: mx.array) -> Span:
+def _blocks(x: CheckedInputs) -> Span:
     """All blocks of eight tokens as spans: running products and forward substitution."""
-    q, k = (_by_token(x, p.Hv) for x in (q, k))
-    beta = _by_token(beta[..., None], p.Hv)[..., 0]
+    q, k = (_by_token(y, x.Hv) for y in (x.q * x.scale, x.k))
+    beta = _by_token(x.beta[..., None], x.Hv)[..., 0]
     kq = mx.stack([k, q], axis=1)  # [8, 2, M, Dk]
-    if g is None:
+    if x.g is None:
         a = mx.ones((_BLOCK, *k.shape[1:]))
     else:
-        a = exp(g if g.ndim == 4 else g[..., None])
-        a = _by_token(mx.broadcast_to(a, (*a.shape[:3], p.Dk)), p.Hv)
+        a = exp(x.g if x.g.ndim == 4 else x.g[..., None])
+        a = _by_token(mx.broadcast_to(a, (*a.shape[:3], x.Dk)), x.Hv)
 
     # N and M, one diagonal at a time: r_i,i-d grows by one factor from diagonal to diagonal.
     diagonals = [_dot(kq, k[:, None])]
@@ -87,7 +85,7 @@ def _blocks(p: Problem, q: mx.array, k: mx.array, g: mx.array | None, beta: mx.a
         k_end=mx.contiguous(k_end.swapaxes(0, 1)),
         decay=prefix[-1][:, None],
         reads=nm[:, :, 1].transpose(2, 0, 1),
-        solve=_substitute(nm[:, :, 0] * beta[:, None]) if p.delta_rule else None,
+        solve=_substitute(nm[:, :, 0] * beta[:, None]) if x.delta_rule else None,
     )
 
 

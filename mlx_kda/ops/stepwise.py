@@ -5,19 +5,10 @@ Reached as path "step" of `kda`.
 
 import mlx.core as mx
 
-from .inputs import Problem, keep_inside, prepare
+from .inputs import CheckedInputs, keep_inside, prepare
 
 
-def run(
-    p: Problem,
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    g: mx.array | None,
-    beta: mx.array,
-    state: mx.array | None,
-    lengths: mx.array | None,
-) -> tuple[mx.array, mx.array]:
+def run(x: CheckedInputs) -> tuple[mx.array, mx.array]:
     """`kda_ref` for arguments that were checked, ordered for decoding.
 
     With a the decays and S the state before the token, the two reads of the state become one
@@ -29,15 +20,15 @@ def run(
     The state that comes back is a view with Dv innermost in memory, which makes the next token's
     product one of row-major matrices; values and shape are the public ones.
     """
-    S = p.initial_state(state)
-    if p.empty:
-        return p.no_output(), S
-    if p.T == 1 and lengths is None:
-        scale = mx.array(p.scale)  # a number would be compiled in
-        o, S = _one_token(scale, q, k, v, g, beta, S, p.delta_rule)
+    if x.empty:
+        return x.empty_result()
+    arrays = (x.q, x.k, x.v, x.g, x.beta, x.initial_state())
+    if x.T == 1 and x.lengths is None:
+        scale = mx.array(x.scale)  # a number would be compiled in
+        o, S = _one_token(scale, *arrays, x.delta_rule)
     else:
-        o, S = _tokens(p.scale, q, k, v, g, beta, S, p.delta_rule, lengths)
-    return o.astype(p.dtype), S
+        o, S = _tokens(x.scale, *arrays, x.delta_rule, x.lengths)
+    return o.astype(x.dtype), S
 
 
 def _tokens(

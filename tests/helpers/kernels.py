@@ -4,14 +4,26 @@ import mlx.core as mx
 import numpy as np
 
 from helpers import layer64
-from mlx_kda.kernels.arguments import Gate
+from mlx_kda.kernels.arguments import LayerParameters, LayerState, Projections
 from mlx_kda.kernels.chunk import kda_chunk
-from mlx_kda.kernels.decode import Memory, kda_decode
-from mlx_kda.kernels.layer import Parameters
+from mlx_kda.kernels.decode import kda_decode
 from mlx_kda.kernels.recurrent import kda_recurrent
 from mlx_kda.ops import reference64 as oracle
+from mlx_kda.ops.gates import Gate
+from mlx_kda.ops.inputs import CheckedInputs
 
-OPS = {"recurrent": kda_recurrent, "chunk": kda_chunk}
+
+def recurrent(*args, segment=None, runner="auto", **inputs):
+    """`kda_recurrent` with the op's arguments."""
+    return kda_recurrent(CheckedInputs(*args, **inputs), segment=segment, runner=runner)
+
+
+def chunk(*args, mode="exact", segment=None, runner="auto", **inputs):
+    """`kda_chunk` with the op's arguments."""
+    return kda_chunk(CheckedInputs(*args, **inputs), mode=mode, segment=segment, runner=runner)
+
+
+OPS = {"recurrent": recurrent, "chunk": chunk}
 
 
 def numpy(x: mx.array) -> np.ndarray:
@@ -51,20 +63,24 @@ def f32(x) -> mx.array:
     return mx.array(np.asarray(x, np.float32))
 
 
-def memory(layer: layer64.Layer, dtype="float32") -> Memory:
+def state(layer: layer64.Layer, dtype="float32") -> LayerState:
     kind = getattr(mx, dtype)
-    return Memory(*(f32(w).astype(kind) for w in layer.windows), f32(layer.state))
+    return LayerState(*(f32(w).astype(kind) for w in layer.windows), f32(layer.state))
 
 
-def parameters(layer: layer64.Layer, dtype="float32") -> Parameters:
-    kind = getattr(mx, dtype)
+def projections(layer: layer64.Layer, start=0, stop=None, dtype="float32") -> Projections:
+    arrays = (layer.q, layer.k, layer.v, layer.a, layer.b, layer.z)
+    return Projections(*(f32(a[:, start:stop]).astype(getattr(mx, dtype)) for a in arrays))
+
+
+def parameters(layer: layer64.Layer, dtype="float32") -> LayerParameters:
     Hv, Dk = layer.a.shape[2:]
-    return Parameters(
+    return LayerParameters(
         layer.H,
         Hv,
         Dk,
         layer.z.shape[-1],
-        tuple(f32(t).astype(kind)[..., None] for t in layer.conv_weight),
+        tuple(f32(w).astype(getattr(mx, dtype))[..., None] for w in layer.conv_weight),
         gate_of(layer),
         f32(layer.weight),
         layer.eps,
@@ -72,19 +88,8 @@ def parameters(layer: layer64.Layer, dtype="float32") -> Parameters:
     )
 
 
-def step(layer: layer64.Layer, mem: Memory, start=0, stop=None, dtype="float32", **options):
-    """Tokens start..stop of a layer through `kda_decode` -> (y, memory) as MLX arrays."""
-    kind = getattr(mx, dtype)
-    cut = slice(start, stop)
-    arrays = (layer.q, layer.k, layer.v, layer.a, layer.b, layer.z)
+def step(layer: layer64.Layer, past: LayerState, start=0, stop=None, dtype="float32", **options):
+    """Tokens start..stop of a layer through `kda_decode` -> (y, state) as MLX arrays."""
     options.setdefault("runner", "emulator")
-    return kda_decode(
-        *(f32(a[:, cut]).astype(kind) for a in arrays),
-        conv_weight=tuple(f32(t).astype(kind) for t in layer.conv_weight),
-        weight=f32(layer.weight),
-        eps=layer.eps,
-        memory=mem,
-        gate=gate_of(layer),
-        beta_kind=layer.beta_kind,
-        **options,
-    )
+    p = projections(layer, start, stop, dtype)
+    return kda_decode(p, parameters(layer, dtype), past, **options)

@@ -7,10 +7,10 @@ from helpers import layer64
 from helpers.kernels import OPS, as_dtype, f32, gate_of, numpy, rounded, run
 from tolerances import OP_FLOAT32, OP_LONG, ROUNDED_ONCE, SPLIT
 
-from mlx_kda.kernels.arguments import Gate
 from mlx_kda.kernels.chunk import supported
 from mlx_kda.kernels.sources import SOURCES, kernel
 from mlx_kda.ops import reference64 as oracle
+from mlx_kda.ops.gates import Gate
 
 KERNELS = ("recurrent", "chunk")
 DTYPES = ("float32", "float16", "bfloat16")

@@ -15,7 +15,7 @@ from tolerances import (
     ROUNDED_ONCE,
 )
 
-from mlx_kda.kernels.arguments import floats, integers, unused
+from mlx_kda.kernels.arguments import floats, in_device_memory, integers
 from mlx_kda.kernels.sources import kernel
 from mlx_kda.ops import reference64 as oracle
 
@@ -107,7 +107,7 @@ def prepared(row, T=16):
             M[i, j] = (q[i] * k[j] * r).sum()
     _, _, tri, _ = kernel("kda_chunk_prepare", "emulator")(
         inputs=[
-            *(f32(x.q), f32(x.k), f32(x.g), unused(), unused(), f32(x.beta)),
+            *(f32(x.q), f32(x.k), f32(x.g), *in_device_memory(None, None), f32(x.beta)),
             *(integers((T,) * 8), integers((T, 1, 1, 0, 1)), floats((1.0, 0.0))),
         ],
         template=[("OpT", mx.float32), ("Dk", 128), ("GATE", 2), ("BETA", 0), ("DELTA_RULE", True)],

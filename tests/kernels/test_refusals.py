@@ -4,9 +4,9 @@ import mlx.core as mx
 import pytest
 from helpers.kernels import OPS
 
-from mlx_kda.kernels.arguments import Gate, launches
-from mlx_kda.kernels.chunk import kda_chunk
+from mlx_kda.kernels.arguments import launches
 from mlx_kda.ops import reference64 as oracle
+from mlx_kda.ops.gates import Gate
 
 KERNELS = ("recurrent", "chunk")
 
@@ -48,10 +48,10 @@ def test_a9_a_wrong_shape_is_named(name, wrong):
 @pytest.mark.parametrize(
     "A_log,dt_bias,g,message",
     [
-        ((2,), (2,), (1, 3, 2, 32), "dt_bias must hold one value a channel.*got shape"),
+        ((2,), (2,), (1, 3, 2, 32), "dt_bias must hold one value per channel.*got shape"),
         ((2,), (32,), (1, 3, 2, 32), "dt_bias must hold"),
         ((2,), (32, 2), (1, 3, 2, 32), "dt_bias must hold"),
-        ((32,), (64,), (1, 3, 2, 32), "A_log must hold one value a head.*got shape"),
+        ((32,), (64,), (1, 3, 2, 32), "A_log must hold one value per head.*got shape"),
         ((), (64,), (1, 3, 2, 32), "A_log must hold"),
         ((2,), (64,), (1, 3, 2), "raw gate must be.*got shape"),
     ],
@@ -106,7 +106,7 @@ def test_an_unsupported_size_says_why(Dk, Dv):
 def test_half_mode_is_refused_where_it_would_lose_digits():
     x = oracle.make("random", T=2, H=1, Dk=32, Dv=32)
     with pytest.raises(ValueError, match="half mode would lose most digits of float32"):
-        kda_chunk(*[mx.array(a) for a in x.arrays()], mode="half", runner="emulator-fast")
+        OPS["chunk"](*[mx.array(a) for a in x.arrays()], mode="half", runner="emulator-fast")
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -8,7 +8,7 @@ import pytest
 
 from mlx_kda.kernels.route import moe_route, supported
 from mlx_kda.kernels.sources import MOE_SOURCES
-from mlx_kda.layers.router import route
+from mlx_kda.layers.moe import route
 from mlx_kda.runners import metal_kernel
 from mlx_kda.runners.frontend import check, find_clang
 

@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten
 from tolerances import MODEL_SPLIT
 
 from mlx_kda.bench import steps
-from mlx_kda.layers.merged import Bundle, apply
+from mlx_kda.layers.merged import Bundle
 
 KINDS = {
     "float32": None,
@@ -92,7 +92,7 @@ def test_only_maps_of_one_kind_are_merged():
     bundle = Bundle(layers)
     assert sorted(len(group.layers) for group in bundle.groups) == [2, 2]
     x = mx.random.normal((1, 1, 64))
-    for got, layer in zip(apply(bundle, layers, x), layers, strict=True):
+    for got, layer in zip(bundle(layers, x), layers, strict=True):
         assert np.allclose(np.array(got), np.array(layer(x)), rtol=1e-5, atol=1e-5)
 
 

@@ -232,8 +232,8 @@ def test_a9_what_is_no_array_is_named(fn, name):
 
 @pytest.mark.parametrize("A_log", [(16,), (2,), (3, 3), ()])
 def test_a9_a_log_of_another_size_is_refused(A_log):
-    """Case A9: A_log holds one value a head, whatever its shape."""
-    with pytest.raises(ValueError, match="A_log must hold one value a head"):
+    """Case A9: A_log holds one value per head, whatever its shape."""
+    with pytest.raises(ValueError, match="A_log must hold one value per head"):
         softplus_gate(mx.zeros((1, 1, 3, 16)), mx.zeros(A_log), mx.zeros((48,)))
 
 

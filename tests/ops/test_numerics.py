@@ -8,8 +8,9 @@ import pytest
 from tolerances import CHUNK_OVER_SEQUENTIAL, OP_FLOAT32, OP_LONG, OUTPUT_ROUNDING, SPLIT
 
 from mlx_kda.attention import kda
-from mlx_kda.ops import CHUNKS, kda_chunk_ref, kda_ref
+from mlx_kda.ops import CHUNKS, kda_chunk_ref, kda_ref, spans
 from mlx_kda.ops import reference64 as oracle
+from mlx_kda.ops.inputs import CheckedInputs
 
 kda_step = partial(kda, path="step")
 PATHS = ("reference", "step", "chunk")
@@ -115,13 +116,9 @@ def test_b1_one_fast_channel_beside_slow_ones(path, dtype):
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_b2_inverse_is_scored_below_the_diagonal(chunk):
     """Case B2: what a repeated key and beta ~ 1 do to (I + diag(beta) N)^-1, diagonal left out."""
-    from mlx_kda.ops import spans
-    from mlx_kda.ops.inputs import Problem
-
     x = oracle.make("repeated", T=chunk, H=1)
-    q, k, v, g, beta = (mx.array(a) for a in x.arrays())
-    p = Problem.read(q, k, v, g, beta)
-    span = spans.prepare_chunks(p, q * p.scale, k, g, beta, chunk)
+    inputs = CheckedInputs(*(mx.array(a) for a in x.arrays()))
+    span = spans.prepare_chunks(inputs, chunk)
     K, G = x.k[0, :, 0].astype(np.float64), np.cumsum(x.g[0, :, 0].astype(np.float64), 0)
     N = np.tril(np.einsum("id,jd,ijd->ij", K, K, np.exp(G[:, None] - G[None])), -1)
     truth = np.linalg.inv(np.eye(chunk) + x.beta[0, :, 0, None].astype(np.float64) * N)

@@ -11,13 +11,14 @@ from pathlib import Path
 import cuda_check
 import mlx.core as mx
 import pytest
-from helpers import layer64, on_cuda, plain_cuda, sanitizer
-from helpers.kernels import parameters
+from helpers import on_cuda, plain_cuda, sanitizer
 
 from mlx_kda.bench.shipped import mlx_lm_call, mlx_lm_gated_delta
+from mlx_kda.doctor import warm_up
 from mlx_kda.kernels import chunk, decode, epilogue, prologue, recurrent, route
-from mlx_kda.kernels.layer import warm_up
 from mlx_kda.kernels.sources import MOE_SOURCES, SOURCES, kernel
+from mlx_kda.layers import KimiDeltaAttention
+from mlx_kda.ops.inputs import CheckedInputs
 from mlx_kda.runners import metal_kernel
 from mlx_kda.runners.cuda.header import build, device_functions
 
@@ -208,8 +209,9 @@ def compiled(monkeypatch):
 @needs_nvrtc
 def test_every_kernel_compiles_for_cuda(compiled):
     """A layer's lengths, one after the other, and the router."""
-    layer = layer64.make(B=1, T=1, H=1, Dk=64, Dv=32)
-    warm_up([parameters(layer)], mx.bfloat16, runner="cuda")
+    layer = KimiDeltaAttention(32, 1, 64, conv_kernel=4, norm_eps=1e-5, v_head_dim=32).eval()
+    layer.runner = "cuda"
+    warm_up([layer], mx.bfloat16)
     route.moe_route(
         mx.zeros((1, 64)), mx.zeros(64), top_k=4, groups=8, kept_groups=2, runner="cuda"
     )
@@ -219,7 +221,8 @@ def test_every_kernel_compiles_for_cuda(compiled):
 @needs_nvrtc
 def test_half_mode_compiles_for_cuda(compiled):
     q, g = mx.zeros((1, 16, 1, 64), mx.bfloat16), mx.zeros((1, 16, 1, 64))
-    chunk.kda_chunk(q, q, q, g, mx.zeros((1, 16, 1)), mode="half", runner="cuda")
+    x = CheckedInputs(q, q, q, g, mx.zeros((1, 16, 1)))
+    chunk.kda_chunk(x, mode="half", runner="cuda")
     assert compiled == {"kda_chunk_prepare": "", "kda_chunk_scan": ""}
 
 
