@@ -164,11 +164,11 @@ def errors_of(pieces: Iterable[mx.array], packings: Sequence[Quantization]) -> l
         for start in range(0, flat.shape[0], rows):
             part = flat[start : start + rows]
             wide = part.astype(mx.float32)
-            total += wide.square().sum().item()
+            total += float(wide.square().sum())
             for place, packing in enumerate(packings):
                 how = packing.as_config()
                 back = mx.dequantize(*mx.quantize(part, **how), **how).astype(mx.float32)
-                wrong[place] += (wide - back).square().sum().item()
+                wrong[place] += float((wide - back).square().sum())
     return [one / total if total else 0.0 for one in wrong]
 
 

@@ -185,6 +185,7 @@ def check_tokenizer(
 def _try_tokenizer(source: CheckpointSource) -> tuple[list[int], list[str], list[int]]:
     """Ids of the sample text, what they decode to at once and streamed, and the end tokens."""
     found = read_aux_files(source)
+    assert found.tokenizer is not None
     tokenizer = found.tokenizer.tokenizer
     control = ControlTokens(tokenizer)
     ids = control.encode_text(SAMPLE, False)
@@ -192,8 +193,11 @@ def _try_tokenizer(source: CheckpointSource) -> tuple[list[int], list[str], list
     for token in ids:
         stream.add_token(token)
     stream.finalize()
-    named = token_name(found.tokenizer.config.get("eos_token"))
-    ends = {*found.eos_ids, *([] if named is None else [tokenizer.token_to_id(named)])}
+    ends = set(found.eos_ids)
+    if (named := token_name(found.tokenizer.config.get("eos_token"))) is not None:
+        if (end := tokenizer.token_to_id(named)) is None:
+            raise CheckpointError(f"its eos_token {named!r} is not in the vocabulary")
+        ends.add(end)
     return ids, [tokenizer.decode(ids, skip_special_tokens=False), stream.text], sorted(ends)
 
 

@@ -131,7 +131,7 @@ class _Pair:
         else:
             layer = DecoderLayer(self.config, int(unit.removeprefix(LAYERS)))
             if experts is not None:
-                layer.mlp.switch_mlp = experts
+                layer.mlp.update_modules({"switch_mlp": experts})
             _load(layer, weights, unit)
             h = layer(h, "causal")
             if experts is not None:
@@ -225,4 +225,4 @@ def _load(module: nn.Module, weights: Weights, unit: str) -> None:
 
 
 def _relative(given: mx.array, kept: mx.array) -> float:
-    return math.sqrt(((given - kept).square().sum() / given.square().sum()).item())
+    return math.sqrt(float((given - kept).square().sum() / given.square().sum()))

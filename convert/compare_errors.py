@@ -87,7 +87,7 @@ def squares(given: mx.array, kept: mx.array) -> tuple[float, float]:
         a, b = (x[start : start + SLICE].astype(mx.float32) for x in (first, second))
         sums = mx.stack([(a - b).square().sum(), a.square().sum()])
         mx.eval(sums)
-        wrong, total = wrong + sums[0].item(), total + sums[1].item()
+        wrong, total = wrong + float(sums[0]), total + float(sums[1])
     return wrong, total
 
 
@@ -137,6 +137,6 @@ class Divergence:
             rise = self._top[other] - self._top[0]  # added first: the logarithms are small
             rise = rise + mx.log(self._sum[other] / self._sum[0])
             kl = mx.maximum(gap / self._sum[0] + rise, 0)  # below 0 is rounding
-            same = (self._best[0] == self._best[other]).sum().item() / kl.size
-            result.append((kl.mean().item(), kl.max().item(), same))
+            same = int((self._best[0] == self._best[other]).sum()) / kl.size
+            result.append((float(kl.mean()), float(kl.max()), same))
         return result

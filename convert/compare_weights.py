@@ -94,8 +94,9 @@ class ModelWeights:
         return self._dequantize(path, parts) if path in self._quantized else parts["weight"]
 
     def _dequantize(self, path: str, parts: Weights) -> mx.array:
-        arrays = [parts[part] for part in PARTS if part in parts]
-        return mx.dequantize(*arrays, **self._quantized[path], dtype=mx.float32)
+        how = self._quantized[path]
+        arrays = parts["weight"], parts["scales"], parts.get("biases")
+        return mx.dequantize(*arrays, how["group_size"], how["bits"], how["mode"], dtype=mx.float32)
 
     def _small_steps(self, unit: str) -> list[Step]:
         large = unit in (EMBEDDING, HEAD)
@@ -164,7 +165,7 @@ class ModelWeights:
         done, digest = self._hashing.pop(name, (0, hashlib.sha256()))
         if done != start:
             raise RuntimeError(f"rows of {name} are not read in order: {start} after {done}")
-        digest.update(data)
+        digest.update(data.data)
         if stop == self.plan.source.tensors[name].shape[0]:
             self._row_digests[name] = digest.hexdigest()
         else:

@@ -64,42 +64,51 @@ class Recipe:
 
     def choose(self, name: str, spec: Spec) -> Quantization | None:
         """The packing of one tensor, or None if it is not quantised."""
-        path, _, part = name.rpartition(".")
-        if part != "weight" or len(spec.shape) < 2 or spec.dtype not in FLOATS:
+        if not _is_matrix(name, spec):
             return None
+        path = name.removesuffix(".weight")
+        packing, reason = self._decide(path, spec.shape[-1])
+        if packing is not None:
+            self.packed[path] = packing
+        elif reason:
+            self.kept[path] = reason
+        return packing
+
+    def _decide(self, path: str, width: int) -> tuple[Quantization | None, str]:
+        """The packing of a matrix, or None and the reason that the report gives."""
         if CONVOLUTION.search(path):
-            return self._keep(path, "convolution window")
-        width = spec.shape[-1]
+            return None, "convolution window"
         if (rule := self._rule(path)) is not None:
             self.used.add(rule.text)
             if rule.packing is None:
-                return self._keep(path, "by a rule")
+                return None, "by a rule"
             if not rule.packing.fits(width):
                 raise UserError(
-                    f"--q-rule {rule.text}: {path} is {width} wide, no multiple of "
+                    f"--q-rule {rule.text}: {path} is {width} wide, not a multiple of "
                     f"{rule.packing.group_size}"
                 )
-            return self._pack(path, rule.packing)
+            return rule.packing, ""
         packing = self.default
         if packing is None:  # rules only: everything else stays as it is
-            return None
+            return None, ""
         if path in self.chosen:
-            if (packing := self.chosen[path]) is None:
-                return self._keep(path, "within the budget")
+            chosen = self.chosen[path]
+            if chosen is None:
+                return None, "within the budget"
+            packing = chosen
         elif GATE_PATH.search(path):
-            return self._keep(path, "gate path")
+            return None, "gate path"
         elif ROUTER.search(path) and (packing.bits < 8 or packing.mode != "affine"):
             packing = ROUTER_QUANTIZATION
         if not packing.fits(width):
-            return self._keep(path, f"width {width} is no multiple of group {packing.group_size}")
-        return self._pack(path, packing)
+            return None, f"width {width} is no multiple of group {packing.group_size}"
+        return packing, ""
 
     def is_free(self, name: str, spec: Spec) -> bool:
         """Whether a byte budget may choose the bits of this tensor."""
-        path, _, part = name.rpartition(".")
-        plain = part == "weight" and len(spec.shape) >= 2 and spec.dtype in FLOATS
-        spared = ROUTER.search(path) or CONVOLUTION.search(path)
-        return plain and not spared and self._rule(path) is None
+        path = name.removesuffix(".weight")
+        fixed = ROUTER.search(path) or CONVOLUTION.search(path) or self._rule(path)
+        return _is_matrix(name, spec) and not fixed
 
     def check_rules(self) -> None:
         """Raise UserError for a rule that applied to no weight: its pattern is mistyped."""
@@ -131,12 +140,9 @@ class Recipe:
         """The last rule that matches."""
         return next((rule for rule in reversed(self.rules) if rule.matches(path)), None)
 
-    def _keep(self, path: str, reason: str) -> None:
-        self.kept[path] = reason
 
-    def _pack(self, path: str, packing: Quantization) -> Quantization:
-        self.packed[path] = packing
-        return packing
+def _is_matrix(name: str, spec: Spec) -> bool:
+    return name.endswith(".weight") and len(spec.shape) >= 2 and spec.dtype in FLOATS
 
 
 @dataclass(frozen=True)

@@ -221,6 +221,6 @@ Made by
     {command}
 
 Run it with `mlx-kda chat FOLDER`{other}.
-`{PAGE}` lists what each family of tensors holds and the checksums; `{REPORT}` is the same for
-programs. `mlx-kda verify FOLDER` checks the files.
+`{PAGE}` lists what each family of tensors holds, and checksums; `{REPORT}` is the same
+for programs. `mlx-kda verify FOLDER` checks the files.
 """

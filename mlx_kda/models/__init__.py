@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 class Family(NamedTuple):
     """The modules of one family, imported when needed.
 
-    ``config`` has ``ModelArgs``, the dataclass of config.json, and imports no MLX; ``weights`` has
+    ``config`` has ``ModelArgs``, the dataclass of config.json, and ``own_config``, which writes it
+    for a converted model; it imports no MLX. ``weights`` has
     ``map_tensors`` and imports no layer; ``model`` has ``Model``.
     """
 
@@ -94,6 +95,16 @@ def map_checkpoint(
     return args, map_tensors(args, tensors)
 
 
+def own_config(raw: dict[str, Any], config: HybridConfig) -> tuple[dict[str, Any], list[str]]:
+    """The config.json to write for a converted model, and warnings about stock mlx-lm.
+
+    ``raw`` is the source's config.json, whose unknown keys are kept.
+    """
+    written: tuple[dict[str, Any], list[str]]
+    written = _module(FAMILIES[config.model_type].config).own_config(raw, config)
+    return written
+
+
 def _module(name: str) -> Any:
     return importlib.import_module(f"{__name__}.{name}")
 
@@ -112,6 +123,7 @@ __all__ = [
     "load_model",
     "map_checkpoint",
     "map_tensors",
+    "own_config",
     "read_config",
     "read_runnable_config",
 ]

@@ -10,7 +10,6 @@ Taken are FLA's names and those written here, in any mix:
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from ..weights.safetensors import Spec
 from ..weights.weight_mapping import MappingBuilder, WeightMapping
@@ -81,31 +80,3 @@ def _kda(build: MappingBuilder, config: FlaKdaConfig, path: str, theirs: str) ->
     bias, shapes_of_bias = f"{path}.dt_bias", [(gates,), (heads, dim)]
     float32(build, bias, (gates,), shapes_of_bias, f"{theirs}.dt_bias")
     build.tensor(f"{path}.o_norm.weight", (rank,), f"{theirs}.o_norm.weight")
-
-
-def own_config(raw: dict[str, Any], config: FlaKdaConfig) -> tuple[dict[str, Any], list[str]]:
-    """config.json in FLA's dialect, and a warning: stock mlx-lm has no such model.
-
-    The numbers that the model is built from are spelled out where the source left them to FLA's
-    defaults; the other keys of `raw` are kept.
-    """
-    heads, value_dim, dim = config.linear_state_shape
-    result = raw | {
-        "model_type": config.model_type,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "intermediate_size": config.intermediate_size,
-        "norm_eps": config.rms_norm_eps,
-        "max_position_embeddings": config.model_max_length,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "num_heads": config.linear_num_heads,
-        "head_dim": dim,
-        "num_v_heads": heads,
-        "expand_v": value_dim / dim,
-        "conv_size": config.linear_conv_kernel_dim,
-        "lower_bound": config.gate_lower_bound,
-        "allow_neg_eigval": config.allow_neg_eigval,
-    }
-    warning = f"stock mlx-lm has no model_type {config.model_type} and does not load this model"
-    return result, [warning]

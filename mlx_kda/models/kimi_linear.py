@@ -55,6 +55,20 @@ _OTHER_FAMILIES = (
     "activation_situ",
     "mla_use_output_gate",
 )
+# Keys of transformers' dialect of Kimi Linear that the hub's keys replace.
+NATIVE = {
+    "layer_types",
+    "mlp_layer_types",
+    "linear_head_dim",
+    "linear_num_heads",
+    "linear_conv_kernel_dim",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "n_shared_experts",
+    "n_group",
+    "norm_topk_prob",
+    "max_position_embeddings",
+}
 
 
 @dataclass(frozen=True)
@@ -222,3 +236,80 @@ def _per_layer(
 
 
 ModelArgs = KimiLinearConfig
+
+
+def own_config(raw: dict[str, Any], config: KimiLinearConfig) -> tuple[dict[str, Any], list[str]]:
+    """config.json in the hub's dialect, which mlx-lm reads, and warnings of what it does not read.
+
+    Unknown keys of ``raw`` are kept.
+    """
+    warnings = []
+    first, freq = _dense_rule(config)
+    types = list(enumerate(config.layer_types, start=1))
+    linear = dict(raw.get("linear_attn_config") or {}) | {
+        "kda_layers": [n for n, kind in types if kind == KDA],
+        "full_attn_layers": [n for n, kind in types if kind != KDA],
+        "num_heads": config.linear_num_heads,
+        "head_dim": config.linear_head_dim,
+        "short_conv_kernel_size": config.linear_conv_kernel_dim,
+    }
+    heads = config.num_attention_heads
+    result = {key: value for key, value in raw.items() if key not in NATIVE}
+    result |= {
+        "model_type": config.model_type,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_key_value_heads": raw.get("num_key_value_heads") or heads,
+        "head_dim": raw.get("head_dim") or config.qk_nope_head_dim,
+        "rope_theta": raw.get("rope_theta") or 10000.0,  # required by mlx-lm; nothing rotates
+        "rms_norm_eps": config.rms_norm_eps,
+        "linear_attn_config": linear,
+        "mla_use_nope": True,
+        "qk_nope_head_dim": config.qk_nope_head_dim,
+        "qk_rope_head_dim": config.qk_rope_head_dim,
+        "v_head_dim": config.v_head_dim,
+        "kv_lora_rank": config.kv_lora_rank,
+        "model_max_length": config.model_max_length,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "num_experts": config.num_experts,
+        "num_experts_per_token": config.num_experts_per_token,
+        "num_shared_experts": config.num_shared_experts,
+        "moe_intermediate_size": config.moe_intermediate_size,
+        "moe_router_activation_func": config.moe_router_activation_func,
+        "moe_renormalize": config.moe_renormalize,
+        "routed_scaling_factor": config.routed_scaling_factor,
+        "num_expert_group": config.num_expert_group,
+        "topk_group": config.topk_group,
+        "use_grouped_topk": raw.get("use_grouped_topk", True),
+        "first_k_dense_replace": first,
+        "moe_layer_freq": freq,
+    }
+    if not _says(config, first, freq):
+        result["mlp_layer_types"] = [
+            "sparse" if kind == MOE else "dense" for kind in config.mlp_layer_types
+        ]
+        warnings.append(
+            "stock mlx-lm cannot express which layers are MoE and will refuse this model"
+        )
+    if config.gate_lower_bound is not None:
+        linear["gate_lower_bound"] = config.gate_lower_bound
+        warnings.append("stock mlx-lm ignores gate_lower_bound and will compute another gate")
+    return result, warnings
+
+
+def _dense_rule(config: KimiLinearConfig) -> tuple[int, int]:
+    """``first_k_dense_replace`` and ``moe_layer_freq`` for these MoE layers, if any can say it."""
+    kinds = config.mlp_layer_types
+    if MOE not in kinds:
+        return len(kinds), 1
+    first = kinds.index(MOE)
+    for freq in range(1, len(kinds) + 1):
+        if _says(config, first, freq):
+            return first, freq
+    return first, 1
+
+
+def _says(config: KimiLinearConfig, first: int, freq: int) -> bool:
+    rule = (
+        MOE if i >= first and i % freq == 0 else DENSE for i in range(len(config.mlp_layer_types))
+    )
+    return tuple(rule) == config.mlp_layer_types
