@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from ..errors import CheckpointError
 from ..format import listed
-from ..weights.quantization import PARTS, quantization_of
+from ..weights.quantization import PARTS, Quantization, dequantize, quantization_of
 from ..weights.safetensors import Read, Spec
 from ..weights.weight_mapping import MappingBuilder, Step, WeightMapping, stack_step
 from .hybrid_config import KDA, MOE
@@ -144,22 +144,23 @@ def _experts(
     if absent := [f"{expert}.weight" for expert in experts if not build.has(f"{expert}.weight")]:
         return build.missing.extend(absent)
     if any(build.has(f"{expert}.scales") for expert in experts):
-        return _packed_experts(build, target, experts, shape)
+        return _quantized_experts(build, target, experts, shape)
     specs = [build.floats(f"{expert}.weight", [shape]) for expert in experts]
     return _stack(build, f"{target}.weight", [f"{expert}.weight" for expert in experts], specs)
 
 
-def _packed_experts(
+def _quantized_experts(
     build: MappingBuilder, target: str, experts: list[str], shape: tuple[int, int]
 ) -> None:
-    """Stack experts that are packed, all in one way."""
-    forms = [
+    """Stack experts that are quantised, all in one way."""
+    settings = {
         quantization_of(build.left, expert, shape) if build.has(f"{expert}.scales") else None
         for expert in experts
-    ]
-    if any(form != forms[0] for form in forms):
+    }
+    first = settings.pop()
+    if settings or first is None:
         raise CheckpointError(f"the experts of {target} are quantised in different ways")
-    build.mapping.quantized[target] = forms[0]
+    build.mapping.quantized[target] = first.as_config()
     for part in PARTS:
         names = [f"{expert}.{part}" for expert in experts if build.has(f"{expert}.{part}")]
         if names:
@@ -182,22 +183,21 @@ def _split_kv_b(
     """
     base, shape = f"{path}.kv_b_proj", (heads * (nope + value), lora)
     keys, values = f"{path}.embed_q.weight", f"{path}.unembed_out.weight"
-    packing: dict | None = None
-    sources = (f"{base}.weight",)
+    names: tuple[str, ...] = (f"{base}.weight",)
+    settings: Quantization | None = None
     if build.has(f"{base}.scales"):
-        packing = quantization_of(build.left, base, shape)
-        parts = ["weight", "scales", *(["biases"] if packing["mode"] == "affine" else [])]
-        sources = tuple(f"{base}.{part}" for part in parts)
+        settings = quantization_of(build.left, base, shape)
+        names = tuple(f"{base}.{part}" for part in PARTS[:3] if build.has(f"{base}.{part}"))
         scales = build.left[f"{base}.scales"].dtype
-        dtype = scales if packing["mode"] == "affine" else mx.bfloat16
+        dtype = scales if settings.mode == "affine" else mx.bfloat16
     else:
-        dtype = build.floats(sources[0], [shape]).dtype
+        dtype = build.floats(names[0], [shape]).dtype
 
     def run(read: Read) -> dict[str, mx.array]:
-        parts = [read(source) for source in sources]
-        weight = mx.dequantize(*parts, **packing, dtype=dtype) if packing else parts[0]
+        arrays = [read(name) for name in names]
+        weight = dequantize(arrays, settings, dtype) if settings else arrays[0]
         weight = weight.reshape(heads, nope + value, lora)
         return {keys: weight[:, :nope].swapaxes(-1, -2), values: weight[:, nope:]}
 
     outputs = {keys: Spec((heads, lora, nope), dtype), values: Spec((heads, value, lora), dtype)}
-    build.add(Step(sources, outputs, run))
+    build.add(Step(names, outputs, run))

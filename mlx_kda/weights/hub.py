@@ -1,6 +1,7 @@
-"""Checkpoints on the Hugging Face hub: headers by range, files one by one, and uploads.
+"""Checkpoints on the Hugging Face hub: headers by range requests, single files, and uploads.
 
 All traffic goes through huggingface_hub, which keeps the files in its cache and resumes downloads.
+It is imported here only, and late, because it is slow to import.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ def api() -> "HfApi":
 
 
 def open_repository(repo: str, revision: str | None, download: bool) -> CheckpointSource:
-    """Open a repository: its small files are fetched, of its weights all or only the headers.
+    """Open a repository: download its small files, and its weights or only their headers.
 
     Raises UserError: no such repository, a login is needed, no network.
     """
@@ -51,13 +52,13 @@ def open_repository(repo: str, revision: str | None, download: bool) -> Checkpoi
                 huggingface_hub.hf_hub_download(
                     repo, file.name, revision=commit, endpoint=api().endpoint
                 )
-        tensors.update(read_header(file))  # now the places are known, and the file is whole
+        tensors.update(read_header(file))  # with their offsets in the file
 
     return CheckpointSource(repo, folder, config, tensors, commit, fetch)
 
 
 def _is_complete(folder: Path, placed: dict[str, str]) -> bool:
-    """Whether all weights were downloaded before."""
+    """Whether all weights are downloaded already."""
     if placed:
         return all((folder / file).is_file() for file in placed.values())
     return any(folder.glob(WEIGHTS))
@@ -66,7 +67,7 @@ def _is_complete(folder: Path, placed: dict[str, str]) -> bool:
 def _remote_tensors(
     repo: str, commit: str, folder: Path, placed: dict[str, str]
 ) -> dict[str, StoredTensor]:
-    """The tensors of a repository, by range requests for the headers of its weight files."""
+    """The tensors of a repository, from the headers of its weight files."""
     client = api()
     with _in_one_line(repo):
         there = client.list_repo_files(repo, revision=commit)
@@ -81,7 +82,7 @@ def _remote_tensors(
             headers[file] = read_header(folder / file)
             continue
         with _in_one_line(repo):
-            found = client.parse_safetensors_file_metadata(repo, file, revision=commit)
+            header = client.parse_safetensors_file_metadata(repo, file, revision=commit)
         headers[file] = {
             name: stored_entry(
                 folder / file,
@@ -89,13 +90,13 @@ def _remote_tensors(
                 {"dtype": i.dtype, "shape": i.shape, "data_offsets": i.data_offsets},
                 start=0,
             )
-            for name, i in found.tensors.items()
+            for name, i in header.tensors.items()
         }
     return joined(headers, placed)
 
 
 def upload(folder: Path, repo: str) -> str:
-    """Upload a converted folder as a model repository, made if need be; its address.
+    """Upload a converted folder to a model repository, created if need be; returns its address.
 
     Raises UserError: no login, no right to write there, no network.
     """
@@ -110,11 +111,11 @@ def upload(folder: Path, repo: str) -> str:
 
 @contextlib.contextmanager
 def _in_one_line(repo: str, failed: str | None = None) -> Iterator[None]:
-    """Turn the many errors of the hub's client into a UserError of one line.
+    """Turn the hub client's errors into a UserError of one line.
 
-    ``failed`` is what there is to say about the repository where the hub cannot be asked.
+    ``failed`` is what it says first where the hub cannot be reached.
     """
-    failed = failed or f"{repo} is no folder here"
+    failed = failed or f"{repo} is not a local folder"
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:

@@ -1,7 +1,8 @@
-"""How MLX stores a quantised weight: the modes, bits and group sizes, and the tensors they make."""
+"""MLX's quantised weights: modes, bits and group sizes, and the tensors that store them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -9,7 +10,7 @@ from ..errors import CheckpointError, UserError
 from .safetensors import Spec
 
 # mode -> (bits allowed, default bits, group sizes allowed, default group size)
-MODES = {
+MODES: dict[str, tuple[tuple[int, ...], int, tuple[int, ...], int]] = {
     "affine": ((2, 3, 4, 5, 6, 8), 4, (32, 64, 128), 64),
     "mxfp4": ((4,), 4, (32,), 32),
     "mxfp8": ((8,), 8, (32,), 32),
@@ -20,7 +21,7 @@ PARTS = ("weight", "scales", "biases", "global_scale")  # of a quantised weight
 
 @dataclass(frozen=True)
 class Quantization:
-    """How one weight is quantised, in the words of mlx-lm's config."""
+    """How one weight is quantised, in the terms of mlx-lm's config."""
 
     bits: int
     group_size: int
@@ -30,9 +31,9 @@ class Quantization:
     def make(
         cls, bits: int | None, group_size: int | None, mode: str, asked: str
     ) -> "Quantization":
-        """A packing that MLX has, the mode's own numbers where none are given.
+        """A quantisation that MLX has, with the mode's defaults where a number is None.
 
-        Raises UserError, naming what was `asked` for, where the mode does not have them.
+        Raises UserError, beginning with ``asked``, where the mode does not have the numbers.
         """
         if mode not in MODES:
             raise UserError(f"{asked} {mode} is not known: choose from {', '.join(MODES)}")
@@ -49,14 +50,14 @@ class Quantization:
 
     @property
     def bits_per_weight(self) -> float:
-        """Stored bits a weight, with its share of scales and biases of 16 bits (or scales of 8)."""
+        """Stored bits per weight, with its share of 16-bit scales and biases (or 8-bit scales)."""
         return self.bits + (32 if self.mode == "affine" else 8) / self.group_size
 
     def fits(self, width: int) -> bool:
-        """Whether rows of this width can be packed."""
+        """Whether rows of this width can be quantised."""
         return width % self.group_size == 0 and width * self.bits % 32 == 0
 
-    def as_config(self) -> dict:
+    def as_config(self) -> dict[str, Any]:
         """The entry of config.json."""
         return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
 
@@ -74,10 +75,18 @@ def _one_of(values: tuple[int, ...]) -> str:
     return " or ".join(map(str, values))
 
 
-def quantization_of(tensors: Mapping[str, Spec], path: str, shape: tuple[int, ...]) -> dict:
-    """Bits, group size and mode of a weight that MLX packed, read off its shapes.
+def dequantize(arrays: Iterable[mx.array], settings: Quantization, dtype: mx.Dtype) -> mx.array:
+    """The plain weight of a weight, its scales and, in affine mode, its biases."""
+    weight, scales, *biases = arrays
+    return mx.dequantize(
+        weight, scales, biases[0] if biases else None, **settings.as_config(), dtype=dtype
+    )
 
-    `shape` is that of the plain weight. CheckpointError where the shapes fit no mode.
+
+def quantization_of(tensors: Mapping[str, Spec], path: str, shape: tuple[int, ...]) -> Quantization:
+    """How a weight is quantised, inferred from its tensors.
+
+    ``shape`` is that of the plain weight. Raises CheckpointError where the shapes fit no mode.
     """
     width = shape[-1]
     weight = tensors.get(f"{path}.weight")
@@ -101,7 +110,7 @@ def quantization_of(tensors: Mapping[str, Spec], path: str, shape: tuple[int, ..
     )
     if mode is None or not fits:
         raise CheckpointError(
-            f"{path} is quantised in a layout that MLX does not have: weight {list(weight.shape)}, "
+            f"{path} is quantised in a format that MLX does not have: weight {list(weight.shape)}, "
             f"scales {list(scales.shape)} for a matrix of {list(shape)}"
         )
-    return {"group_size": group_size, "bits": bits, "mode": mode}
+    return Quantization(bits, group_size, mode)

@@ -1,10 +1,10 @@
-"""Safetensors files by their headers: what one holds, and a tensor's bytes.
+"""Reading safetensors files: their headers, and one tensor's bytes at a time.
 
-`mx.load` reads whole files; a converter must read one tensor at a time and say which file is
-truncated.
+``mx.load`` reads whole files and does not say which one is truncated.
 """
 
 import contextlib
+import io
 import json
 import os
 import struct
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -35,7 +35,7 @@ DTYPES: dict[str, tuple[mx.Dtype, type]] = {
     "I64": (mx.int64, np.uint64),
     "BOOL": (mx.bool_, np.uint8),
 }
-# as config.json and people write them
+# in config.json and on the command line
 DTYPE_WORDS = {
     "float32": mx.float32,
     "float16": mx.float16,
@@ -49,6 +49,7 @@ FLOATS = (mx.float32, mx.float16, mx.bfloat16)  # that weights are computed in
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 Read = Callable[[str], mx.array]  # a tensor by its name
 Pieces = Iterator[mx.array]  # a tensor, some rows at a time
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,17 @@ class StoredTensor(Spec):
 
 
 def read_header(
-    path: Path, metadata: dict[str, str] | None = None, file: BinaryIO | None = None
+    path: Path, metadata: dict[str, str] | None = None, file: io.FileIO | None = None
 ) -> dict[str, StoredTensor]:
-    """The tensors that a safetensors file holds, by name; no tensor data is read.
+    """The tensors of a safetensors file, by name; no tensor data is read.
 
-    The file's own metadata is added to ``metadata`` if given; ``file`` is the path where it is open
-    already. Raises CheckpointError where the file is not safetensors, is truncated, or holds a
-    dtype that is unknown to MLX (float8).
+    Args:
+        path: the file.
+        metadata: the file's own metadata is added to it.
+        file: the same file where it is open already.
+
+    Raises CheckpointError where the file is not safetensors, is truncated, or holds a dtype that
+    MLX does not have (float8).
     """
     try:
         with _opened(path, file) as source:
@@ -96,12 +101,12 @@ def read_header(
             (length,) = struct.unpack("<Q", head)
             if length > MAX_HEADER_BYTES or 8 + length > size:
                 raise CheckpointError(
-                    f"{path.name} is truncated or no safetensors file: header of {length} bytes "
-                    f"in a file of {size}; download it again"
+                    f"{path.name} is truncated or not a safetensors file: a header of {length} "
+                    f"bytes in a file of {size}; download it again"
                 )
             header = json.loads(source.read(length))
             if not isinstance(header, dict):
-                raise ValueError("header is no table")
+                raise ValueError("the header is not a JSON object")
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -116,9 +121,9 @@ def read_header(
 
 
 def stored_entry(
-    path: Path, name: str, entry: dict, start: int, size: int | None = None
+    path: Path, name: str, entry: dict[str, Any], start: int, size: int | None = None
 ) -> StoredTensor:
-    """A tensor by its entry in a header; `size` is the file's, unless it is not there yet."""
+    """A tensor by its entry in a header; ``size`` is the file's, None if it is not there yet."""
     try:
         kind, shape = entry["dtype"], tuple(int(n) for n in entry["shape"])
         begin, end = (int(n) for n in entry["data_offsets"])
@@ -141,14 +146,14 @@ def stored_entry(
 
 
 def rows_of(stored: StoredTensor, start: int, stop: int) -> StoredTensor:
-    """Some rows of a stored tensor, by their place in the file."""
+    """Rows of a stored tensor, as a tensor in the same file."""
     row = stored.nbytes // stored.shape[0]
     shape = (stop - start, *stored.shape[1:])
     return replace(stored, shape=shape, offset=stored.offset + start * row)
 
 
 def in_pieces(stored: StoredTensor, nbytes: int) -> Iterator[StoredTensor]:
-    """A stored tensor as its rows, in pieces of at most so many bytes (or of one row)."""
+    """A stored tensor's rows, in pieces of at most ``nbytes`` bytes (or of one row)."""
     if stored.nbytes <= nbytes:
         yield stored
         return
@@ -162,19 +167,18 @@ def read_tensor(stored: StoredTensor) -> mx.array:
     return as_array(stored, read_bytes(stored))
 
 
-def read_bytes(stored: StoredTensor, file: BinaryIO | None = None) -> np.ndarray:
-    """The bytes of one tensor, of its file or of ``file``, which is the same and open already.
+def read_bytes(stored: StoredTensor, file: io.FileIO | None = None) -> Bytes:
+    """The bytes of one tensor, read from ``file`` where its file is open already.
 
     Raises CheckpointError if the file ends too soon.
     """
     data = np.empty(stored.nbytes, np.uint8)
-    view = memoryview(data)
     try:
         with _opened(stored.file, file) as source:
             source.seek(stored.offset)
             done = 0
             while done < stored.nbytes:
-                count = source.readinto(view[done:])
+                count = source.readinto(data[done:].data)
                 if not count:
                     raise CheckpointError(f"{stored.file.name} is truncated: download it again")
                 done += count
@@ -183,12 +187,12 @@ def read_bytes(stored: StoredTensor, file: BinaryIO | None = None) -> np.ndarray
     return data
 
 
-def _opened(path: Path, file: BinaryIO | None) -> contextlib.AbstractContextManager[BinaryIO]:
+def _opened(path: Path, file: io.FileIO | None) -> contextlib.AbstractContextManager[io.FileIO]:
     return path.open("rb", buffering=0) if file is None else contextlib.nullcontext(file)
 
 
-def as_array(spec: Spec, data: np.ndarray) -> mx.array:
-    """The array whose bytes these are."""
+def as_array(spec: Spec, data: Bytes) -> mx.array:
+    """The array of this shape and dtype that has these bytes."""
     carrier = DTYPES[DTYPE_NAMES[spec.dtype]][1]
     bits = mx.array(data.view(carrier).reshape(spec.shape))
     return bits.view(spec.dtype) if bits.dtype != spec.dtype else bits

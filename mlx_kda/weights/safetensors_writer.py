@@ -1,4 +1,4 @@
-"""Writing a safetensors file in a stream, larger than one wants to hold in memory.
+"""Writing safetensors files as a stream, so that they may be larger than memory.
 
 Writing, syncing and hashing release Python's lock, so they run in threads while MLX computes.
 """
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -28,7 +28,7 @@ BLOCK = 16_000_000
 
 
 class Digest(Protocol):
-    """What hashlib's objects can do."""
+    """A hash that is fed block by block, as those of hashlib are."""
 
     def update(self, data: memoryview, /) -> None: ...
 
@@ -43,13 +43,18 @@ def write_file(
     waiting: int = WAITING_BYTES,
     digest: Digest | None = None,
 ) -> str:
-    """Write a file: the header from `tensors`, then each array as it comes.
+    """Write a file: the header from ``tensors``, then each array as it comes.
 
-    `arrays` yields every tensor of `tensors`, in that order, whole or in pieces that are cut along
-    its first axis longer than 1. Writing and hashing run in threads of their own, at most `waiting`
-    bytes (or one piece) behind. `metadata` is the file's own, texts by name. Returns the SHA-256 of
-    the file, or what `digest` makes of its bytes. The caller gives a temporary name, syncs and
-    renames.
+    Args:
+        path: a temporary name; the caller syncs and renames.
+        tensors: the spec of every tensor, in order.
+        arrays: yields the same names in the same order, each with a whole array or with pieces
+            cut along its first axis longer than 1.
+        metadata: the file's own, strings by name.
+        waiting: how many bytes (or one piece) writing and hashing may be behind.
+        digest: the hash of the file's bytes; by default SHA-256.
+
+    Returns ``digest`` in hexadecimal.
     """
     digest = digest or hashlib.sha256()
     with path.open("wb", buffering=0) as file, Flusher(file.fileno()) as flusher:
@@ -74,7 +79,8 @@ def _blocks(
     metadata: dict[str, str],
 ) -> Iterator[memoryview]:
     """The bytes of a file, block by block."""
-    header, offset = {"__metadata__": metadata}, 0
+    header: dict[str, Any] = {"__metadata__": metadata}
+    offset = 0
     for name, spec in tensors.items():
         header[name] = {
             "dtype": DTYPE_NAMES[spec.dtype],
@@ -86,7 +92,7 @@ def _blocks(
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         raise UserError(
-            f"a header of {size_of(len(text))} is more than a safetensors file may have"
+            f"the header of a safetensors file would take {size_of(len(text))}, which is too much"
         )
     yield memoryview(struct.pack("<Q", len(text)) + text)
     expected = iter(tensors.items())
@@ -116,11 +122,11 @@ def array_bytes(array: mx.array) -> memoryview:
     carrier = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}[array.dtype.size]
     bits = mx.contiguous(array).view(carrier)
     mx.eval(bits)
-    return memoryview(np.array(bits, copy=False)).cast("B")
+    return np.array(bits, copy=False).data.cast("B")
 
 
 class Background:
-    """Runs ``work`` on blocks in a thread, in order; at most ``limit`` bytes wait (or one block).
+    """Runs ``work`` on blocks in a thread, in order; at most ``limit`` bytes (or one block) wait.
 
     Leaving the ``with`` block waits for the rest. What the thread raises is raised again by the
     next ``add`` or at the end.
@@ -128,14 +134,14 @@ class Background:
 
     def __init__(self, work: Callable[[memoryview], object], limit: int = WAITING_BYTES):
         self._work, self._limit = work, limit
-        self._blocks: deque = deque()
+        self._blocks: deque[memoryview] = deque()
         self._bytes, self._closed = 0, False
         self._error: BaseException | None = None
         self._change = threading.Condition()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def add(self, block: memoryview) -> None:
-        """Hand a block over; waits while too much is waiting already."""
+        """Queue a block; blocks while too many bytes are queued."""
         with self._change:
             while self._bytes and self._bytes + len(block) > self._limit and not self._error:
                 self._change.wait()
@@ -184,7 +190,7 @@ class Background:
 
 
 class Flusher:
-    """Syncs a file to the disk in a thread while it is written, so that the end is no long wait."""
+    """Syncs a file in a thread while it is written, so that the sync at the end is short."""
 
     def __init__(self, file: int, every: int = FLUSH_BYTES):
         self._file, self._every, self._unsynced = file, every, 0
@@ -192,7 +198,7 @@ class Flusher:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def wrote(self, count: int) -> None:
-        """Count bytes that were written; never waits."""
+        """Count bytes that were written; never blocks."""
         self._unsynced += count
         if self._unsynced >= self._every:
             self._unsynced = 0
@@ -213,6 +219,6 @@ class Flusher:
             self._due.clear()
             if self._closed:
                 return
-            # What a disk has to say of it, the sync at the end will hear.
+            # The sync at the end meets the same error and raises it.
             with contextlib.suppress(OSError):
                 os.fsync(self._file)

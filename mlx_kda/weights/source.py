@@ -1,6 +1,6 @@
-"""Where a conversion reads from: a local folder, or a repository of the Hugging Face hub.
+"""Checkpoints to read from: a local folder, or a repository of the Hugging Face hub.
 
-Only configs, tokenizer files and safetensors are ever fetched or opened: no Python, no pickles.
+Only configs, tokenizer files and safetensors are ever downloaded or opened: no Python, no pickles.
 """
 
 import hashlib
@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from ..errors import CheckpointError, UserError
 from ..format import listed
 from .folders import INDEX, find_folder, read_config, read_json, refuse_without_weights
-from .safetensors import StoredTensor, as_array, read_bytes, read_header, read_tensor
+from .safetensors import Bytes, StoredTensor, as_array, read_bytes, read_header, read_tensor
 from .safetensors_writer import WAITING_BYTES
 
 SAMPLE = 65_536
@@ -31,8 +30,7 @@ class CheckpointSource:
     config: dict[str, Any]
     tensors: dict[str, StoredTensor]
     revision: str | None = None
-    # downloads a weight file that is not there yet
-    fetch: Callable[[Path], None] | None = None
+    fetch: Callable[[Path], None] | None = None  # downloads a weight file
 
     @property
     def nbytes(self) -> int:
@@ -52,11 +50,11 @@ class CheckpointSource:
         return sum(stored.nbytes for stored in self.tensors.values() if stored.file in missing)
 
     def read(self, name: str) -> mx.array:
-        """Read one tensor from disk."""
+        """Read one tensor."""
         return read_tensor(self.tensors[name])
 
     def identity(self) -> dict[str, Any]:
-        """What tells this checkpoint from others without reading it whole.
+        """What distinguishes this checkpoint from others, without reading it whole.
 
         The commit of a repository; of a folder, each file's size and a hash of its beginning,
         middle and end.
@@ -85,11 +83,11 @@ def open_source(
 ) -> CheckpointSource:
     """Open a checkpoint by its folder or hub id, reading configs and headers only.
 
-    With `download` false the weight files of a hub id stay there; only their headers are read,
-    and `fetch` of the source gets a file when it is wanted.
+    With ``download`` false only the headers of a hub id's weight files are read, and the source's
+    ``fetch`` downloads a file when it is needed.
 
-    Raises UserError or CheckpointError: no such folder, hub out of reach, no checkpoint in it,
-    a missing, truncated or damaged file, a tensor stored twice.
+    Raises UserError or CheckpointError: no such folder, the hub cannot be reached, no checkpoint in
+    it, a missing, truncated or damaged file, a tensor stored twice.
     """
     folder = find_folder(source)
     if folder is None:
@@ -97,15 +95,15 @@ def open_source(
 
         return hub.open_repository(str(source), revision, download)
     if revision is not None:
-        raise UserError(f"--revision is for a hub id, {source} is a folder: leave it out")
+        raise UserError(f"--revision is for hub ids, and {source} is a local folder: leave it out")
     return CheckpointSource(str(source), folder, read_config(folder), read_tensors(folder))
 
 
 def read_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Headers of all weight files of a folder, by tensor name.
+    """Every tensor of a folder's weight files, by name; only headers are read.
 
-    With an index its files are read and must hold what it says; without one, model*.safetensors,
-    or whatever safetensors there are.
+    Those are the files of the index, which must hold what it says; without an index
+    model*.safetensors, or else any safetensors.
     """
     placed = read_placed(folder)
     if placed:
@@ -122,7 +120,7 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_placed(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name by the index of a folder, {} if it has none."""
+    """Tensor name -> file name by a folder's index; empty if it has none."""
     index = folder / INDEX
     if not index.exists():
         return {}
@@ -137,7 +135,7 @@ def read_placed(folder: Path) -> dict[str, str]:
 def joined(
     headers: dict[str, dict[str, StoredTensor]], placed: dict[str, str]
 ) -> dict[str, StoredTensor]:
-    """The tensors of all files together; they must be where the index says, and only once."""
+    """The tensors of all files; each must be stored once, where the index says."""
     tensors: dict[str, StoredTensor] = {}
     for file, header in headers.items():
         for name, stored in header.items():
@@ -154,11 +152,11 @@ def joined(
 
 
 class Reader:
-    """Reads tensors in a thread ahead of the steps that want them, and hashes what it reads.
+    """Reads tensors in a thread, ahead of the steps that need them, and hashes them.
 
-    ``names`` says in which order they will be wanted. Calling it with a name gives the array,
-    once; a name that is not listed, or is wanted again, is read there and then. ``digests`` holds
-    the SHA-256 of the bytes of every listed tensor that was read.
+    ``names`` is the order in which they will be needed; at most ``ahead`` bytes (or one tensor) are
+    read ahead. Calling the reader with a name returns the array; a name that is not listed, or is
+    asked for again, is read at once. ``digests`` holds the SHA-256 of every listed tensor's bytes.
     """
 
     def __init__(self, source: CheckpointSource, names: Iterable[str], ahead: int = WAITING_BYTES):
@@ -166,7 +164,7 @@ class Reader:
         self._source, self._ahead = source, ahead
         self._order = list(dict.fromkeys(names))
         self._left = set(self._order)
-        self._ready: dict[str, np.ndarray] = {}
+        self._ready: dict[str, Bytes] = {}
         self._bytes, self._wanted, self._closed = 0, False, False
         self._error: BaseException | None = None
         self._change = threading.Condition()
@@ -180,13 +178,13 @@ class Reader:
         with self._change:
             self._closed = True
             self._change.notify_all()
-        self._thread.join(timeout=5)  # longer in a download: it ends with the process
+        self._thread.join(timeout=5)  # a download may take longer; it ends with the process
 
     def __call__(self, name: str) -> mx.array:
         data = self._take(name) if name in self._left else self._read(name)
         return as_array(self._source.tensors[name], data)
 
-    def _take(self, name: str) -> np.ndarray:
+    def _take(self, name: str) -> Bytes:
         with self._change:
             self._wanted = True
             self._change.notify_all()
@@ -201,7 +199,7 @@ class Reader:
             self._change.notify_all()
         return data
 
-    def _read(self, name: str) -> np.ndarray:
+    def _read(self, name: str) -> Bytes:
         file = self._source.tensors[name].file
         if self._source.fetch and not file.exists():
             self._source.fetch(file)
@@ -219,7 +217,7 @@ class Reader:
                     if self._closed:
                         return
                 data = self._read(name)
-                self.digests[name] = hashlib.sha256(data).hexdigest()
+                self.digests[name] = hashlib.sha256(data.data).hexdigest()
                 with self._change:
                     self._ready[name] = data
                     self._bytes += len(data)

@@ -1,14 +1,16 @@
-"""A source as the mapping shall see it: what came quantised is plain, or in MLX's own packing."""
+"""A checkpoint as a mapping sees it: quantised weights are plain, or in MLX's own format."""
 
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
 from ..errors import CheckpointError
-from . import stored_formats as foreign
+from . import stored_formats
+from .quantization import Quantization, dequantize
 from .safetensors import DTYPE_WORDS, Read, Spec
 from .source import CheckpointSource
 from .weight_mapping import Step
@@ -18,7 +20,7 @@ SPLIT = re.compile(r"\.kv_b_proj$")  # is split by head, which takes plain weigh
 
 @dataclass(frozen=True)
 class DerivedTensor(Spec):
-    """A tensor made from stored ones, `by_rows` each of its rows from the same rows of them."""
+    """A tensor computed from stored ones; with ``by_rows``, each row from the same rows of them."""
 
     sources: tuple[str, ...]
     run: Callable[[Read], mx.array]
@@ -27,18 +29,18 @@ class DerivedTensor(Spec):
 
 @dataclass
 class SourceView:
-    """The tensors and the config of a source, with what was unpacked or packed anew."""
+    """The config and the tensors of a checkpoint, its quantised weights made readable."""
 
     config: dict[str, Any]
     tensors: dict[str, Spec]
     notes: list[str] = field(default_factory=list)
 
     def stored(self, steps: Iterable[Step]) -> list[str]:
-        """Names of the stored tensors that the steps read, in order."""
+        """Names of the stored tensors that steps read, in order."""
         return self.stored_of(name for step in steps for name in step.sources)
 
     def stored_of(self, names: Iterable[str]) -> list[str]:
-        """Names of the stored tensors that some tensors seen here are read from, in order."""
+        """Names of the stored tensors that these tensors are computed from, in order."""
         stored: list[str] = []
         for name in names:
             tensor = self.tensors[name]
@@ -46,7 +48,7 @@ class SourceView:
         return stored
 
     def reading(self, read: Read) -> Read:
-        """What steps read with, given what reads stored tensors."""
+        """What reads the tensors seen here, given what reads stored ones."""
 
         def read_any(name: str) -> mx.array:
             tensor = self.tensors[name]
@@ -56,13 +58,13 @@ class SourceView:
 
 
 def view_source(source: CheckpointSource, dequantize: bool = False) -> SourceView:
-    """See a source without its quantisation, or with MLX's where that is the same weights.
+    """See a checkpoint's quantised weights in MLX's format, or plain.
 
-    A source that is not quantised is seen as it is. Raises CheckpointError where the layout is
-    not known.
+    Weights are kept in MLX's format where that is exact, unless ``dequantize``. Raises
+    CheckpointError where the format is not supported.
     """
-    config, tensors = dict(source.config), dict(source.tensors)
-    if foreign.is_compressed(config):
+    config, tensors = dict(source.config), dict[str, Spec](source.tensors)
+    if stored_formats.is_compressed(config):
         return _compressed(config, tensors, dequantize)
     if dequantize and config.get("quantization"):
         return _dequantised(config, tensors)
@@ -70,37 +72,35 @@ def view_source(source: CheckpointSource, dequantize: bool = False) -> SourceVie
 
 
 def _compressed(config: dict[str, Any], tensors: dict[str, Spec], dequantize: bool) -> SourceView:
-    found = foreign.layouts(config, tensors)
+    found = stored_formats.packed_weights(config, tensors)
     dtype = _dtype(config)
     result = SourceView({k: v for k, v in config.items() if k != "quantization_config"}, tensors)
-    taken, plain = 0, 0
+    taken = 0
     # experts are stacked, so all of a layer or none can stay packed
-    apart = {_group(one.path) for one in found if not one.is_ours or SPLIT.search(one.path)}
+    apart = {_group(one.path) for one in found if not one.is_mlx or SPLIT.search(one.path)}
     apart |= {_group(name.removesuffix(".weight")) for name in tensors if name.endswith(".weight")}
     for one in found:
-        packed = not dequantize and _group(one.path) not in apart
         specs = {part: tensors.pop(one.name(part)) for part in one.parts}
         scale = specs["weight_scale"]
-        sources = tuple(one.name(part) for part in foreign.PARTS if part in one.parts)
-        if not packed:
+        sources = tuple(one.name(part) for part in stored_formats.PARTS if part in one.parts)
+        if dequantize or _group(one.path) in apart:
             kind = dtype if scale.dtype == mx.uint8 else scale.dtype
-            run = lambda read, one=one, kind=kind: foreign.as_plain(one, read, kind)  # noqa: E731
-            tensors[f"{one.path}.weight"] = DerivedTensor(one.shape, kind, sources, run)
-            plain += 1
+            plain = partial(stored_formats.dequantize, one, dtype=kind)
+            tensors[f"{one.path}.weight"] = DerivedTensor(one.shape, kind, sources, plain)
             continue
+        taken += 1
         shape = (one.shape[0], one.shape[1] * one.bits // 32)
         made = {"weight": Spec(shape, mx.uint32), "scales": Spec(scale.shape, scale.dtype)}
-        if one.format == foreign.INTEGERS:
+        if one.format == stored_formats.INTEGERS:
             made["biases"] = made["scales"]
         for part, spec in made.items():
-            run = lambda read, one=one, part=part: foreign.packed_part(one, part, read)  # noqa: E731
             needed = sources if part == "weight" else (one.name("weight_scale"),)
+            run = partial(stored_formats.mlx_part, one, part)
             tensors[f"{one.path}.{part}"] = DerivedTensor(spec.shape, spec.dtype, needed, run)
-        taken += 1
     if taken:
-        result.notes.append(f"{taken} packed weights of compressed-tensors taken over unchanged")
-    if plain:
-        result.notes.append(f"{plain} packed weights of compressed-tensors dequantised")
+        result.notes.append(f"{taken} weights of compressed-tensors taken over unchanged")
+    if taken < len(found):
+        result.notes.append(f"{len(found) - taken} weights of compressed-tensors dequantised")
     return result
 
 
@@ -110,7 +110,7 @@ def _group(path: str) -> str:
 
 
 def _dequantised(config: dict[str, Any], tensors: dict[str, Spec]) -> SourceView:
-    """Weights that MLX packed, by the settings in the config."""
+    """MLX's quantised weights as plain ones, by the settings in the config."""
     settings = config["quantization"]
     result = SourceView(
         {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")},
@@ -121,7 +121,7 @@ def _dequantised(config: dict[str, Any], tensors: dict[str, Spec]) -> SourceView
         own = settings.get(path)
         how = own if isinstance(own, dict) else settings
         if f"{path}.global_scale" in tensors:
-            raise CheckpointError(f"{path} has a global scale, which is not dequantised yet")
+            raise CheckpointError(f"{path} has a global scale, which cannot be dequantised yet")
         parts = [p for p in ("weight", "scales", "biases") if f"{path}.{p}" in tensors]
         specs = {part: tensors.pop(f"{path}.{part}") for part in parts}
         try:
@@ -138,14 +138,16 @@ def _dequantised(config: dict[str, Any], tensors: dict[str, Spec]) -> SourceView
             )
         kind = specs["scales"].dtype if mode == "affine" else _dtype(config)
         names = tuple(f"{path}.{part}" for part in parts)
-        settled = {"group_size": group, "bits": bits, "mode": mode, "dtype": kind}
-
-        def run(read: Read, names: tuple = names, settled: dict = settled) -> mx.array:
-            return mx.dequantize(*(read(name) for name in names), **settled)
-
+        run = partial(_dequantise, names, Quantization(bits, group, mode), kind)
         tensors[f"{path}.weight"] = DerivedTensor(shape, kind, names, run, by_rows=True)
-    result.notes.append(f"{len(paths)} packed weights of MLX dequantised")
+    result.notes.append(f"{len(paths)} quantised weights of MLX dequantised")
     return result
+
+
+def _dequantise(
+    names: tuple[str, ...], settings: Quantization, dtype: mx.Dtype, read: Read
+) -> mx.array:
+    return dequantize((read(name) for name in names), settings, dtype)
 
 
 def _dtype(config: dict[str, Any]) -> mx.Dtype:

@@ -6,6 +6,7 @@ shards and what is left over are known beforehand, and only one step's tensors a
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 
@@ -20,10 +21,10 @@ Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, what is 
 
 @dataclass(frozen=True)
 class Step:
-    """Makes the tensors `outputs` from the source tensors `sources`.
+    """Makes the tensors ``outputs`` from the source tensors ``sources``.
 
-    A step that stacks tensors into one has `pieces` too, which makes a few rows of it at a time.
-    `by_rows` says that a row of what it makes needs the same row of its sources and no more.
+    A step that stacks tensors into one has ``pieces`` too, which makes a few rows at a time.
+    With ``by_rows`` each row of an output needs only the same row of the sources.
     """
 
     sources: tuple[str, ...]
@@ -44,9 +45,8 @@ class WeightMapping:
 
     steps: list[Step] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)  # source tensor -> why it is not needed
-    quantized: dict[str, dict] = field(
-        default_factory=dict
-    )  # path -> bits, group size, mode it came in
+    # path -> bits, group size and mode that the source has
+    quantized: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def outputs(self) -> dict[str, Spec]:
@@ -55,11 +55,11 @@ class WeightMapping:
 
     @property
     def parameters(self) -> int:
-        """Number of weights, a packed one counted as what it stands for."""
+        """Number of weights; of a quantised one, those of the plain weight."""
         count = 0
         for name, spec in self.outputs.items():
             path, _, part = name.rpartition(".")
-            if path not in self.quantized or part == "bias":  # a map's own, not the packing's
+            if path not in self.quantized or part == "bias":  # the linear map's own bias
                 count += spec.size
             elif part == "weight":
                 count += spec.size * 32 // self.quantized[path]["bits"]
@@ -67,7 +67,7 @@ class WeightMapping:
 
 
 def copy_step(source: str, name: str, spec: Spec) -> Step:
-    """A step that takes a tensor as it is, under another name."""
+    """A step that copies a tensor under another name."""
     return Step((source,), {name: spec}, lambda read: {name: read(source)}, by_rows=True)
 
 
@@ -89,7 +89,7 @@ def stack_step(sources: Sequence[str], name: str, spec: Spec) -> Step:
 
 
 class MappingBuilder:
-    """Takes source tensors one by one; `finish` fails if any is left over or was not found."""
+    """Takes source tensors one by one; ``finish`` fails if one is left over or missing."""
 
     def __init__(self, tensors: Mapping[str, Spec]):
         self.left: dict[str, Spec] = dict(tensors)
@@ -97,22 +97,22 @@ class MappingBuilder:
         self.mapping = WeightMapping()
 
     def has(self, name: str) -> bool:
-        """Whether a source tensor is there and not yet taken."""
+        """Whether there is such a source tensor, not yet taken."""
         return name in self.left
 
     def add(self, step: Step) -> None:
-        """Take a step's sources and keep the step."""
+        """Add a step and take its sources."""
         for name in step.sources:
             del self.left[name]
         self.mapping.steps.append(step)
 
     def drop(self, name: str, reason: str) -> None:
-        """Leave a source tensor out on purpose."""
+        """Take a source tensor that is not needed."""
         del self.left[name]
         self.mapping.dropped[name] = reason
 
     def first(self, names: Sequence[str]) -> str | None:
-        """The first of several spellings that is there; None, and the name noted, if none is."""
+        """The first of several names that there is; None, noted as missing, if there is none."""
         for name in names:
             if name in self.left:
                 return name
@@ -133,27 +133,27 @@ class MappingBuilder:
         return spec
 
     def tensor(self, name: str, shape: tuple[int, ...], *aliases: str) -> None:
-        """A tensor that is taken over as it is."""
+        """Copy a tensor, under the first of its names that there is."""
         if source := self.first((name, *aliases)):
             self.add(copy_step(source, name, self.floats(source, [shape])))
 
     def weight(self, path: str, shape: tuple[int, ...], *aliases: str) -> None:
-        """The weight of a linear map, plain or quantised by MLX (with scales and biases)."""
+        """Copy the weight of a linear map, plain or quantised by MLX (with scales and biases)."""
         for source in (path, *aliases):
             if self.has(f"{source}.scales"):
                 return self.quantized(path, shape, source)
         return self.tensor(f"{path}.weight", shape, *(f"{alias}.weight" for alias in aliases))
 
     def quantized(self, path: str, shape: tuple[int, ...], source: str) -> None:
-        """A weight that MLX quantised: packed words, scales, and what the mode adds."""
-        self.mapping.quantized[path] = quantization_of(self.left, source, shape)
+        """Copy a weight that MLX quantised, with its scales and what else the mode has."""
+        self.mapping.quantized[path] = quantization_of(self.left, source, shape).as_config()
         for part in PARTS:
             name = f"{source}.{part}"
             if self.has(name):
                 self.add(copy_step(name, f"{path}.{part}", self.left[name]))
 
     def finish(self) -> WeightMapping:
-        """The whole mapping; CheckpointError naming what is missing or left over."""
+        """The whole mapping; raises CheckpointError naming what is missing or left over."""
         if self.missing:
             raise CheckpointError(f"the checkpoint lacks {listed(self.missing)}")
         if self.left:

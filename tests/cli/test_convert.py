@@ -187,7 +187,7 @@ def test_a_revision_of_a_local_folder_is_refused(tiny_hf, tiny_mlx, tmp_path, ca
     }[command]
     assert main([*arguments, "--revision", "main"]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and "--revision is for a hub id" in err and err.count("\n") == 1
+    assert out == "" and "--revision is for hub ids" in err and err.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 

@@ -72,12 +72,12 @@ MODELS = {
     "./no/where": "no such folder",
     "notes.txt": "notes.txt is a file",
     "": "name",  # of a variable that is not set; it was the current folder
-    "llama.gguf": "llama.gguf is a file of llama.cpp's: give the model in Hugging Face's",
-    "llama": "llama holds a model for llama.cpp: give the model in Hugging Face's",
+    "llama.gguf": "llama.gguf is a GGUF file, which is not read: give a folder in Hugging Face's",
+    "llama": "llama holds a GGUF model, which is not read: give a folder in Hugging Face's",
     "https://huggingface.co/owner/model/tree/main": "is an address: give the hub id owner/model",
     "hf://owner/model": "give the hub id owner/model",
     "untyped": "config.json: no model_type; supported: kimi_linear, kda",
-    "empty": "empty is no checkpoint: it has no config.json",
+    "empty": "empty is not a checkpoint: it has no config.json",
     "damaged": "is damaged",
     "list": "not a JSON object",
     "other": "model_type 'llama' is not supported; supported: kimi_linear, kda",
@@ -148,13 +148,13 @@ MISTAKES = [
     ),
     (["convert", "nowhere", "out"], "nowhere: no such folder"),
     (["convert", "empty", "out"], "it has no config.json"),
-    (["convert", "llama.gguf", "out"], "is a file of llama.cpp's"),
+    (["convert", "llama.gguf", "out"], "is a GGUF file"),
     (["convert", "", "out"], "the name of the checkpoint is empty"),
     (["convert", "model", ""], "OUT: the name is empty"),
     (["convert", "model", "out", "--q-bits", "4bit"], "'4bit' is not one of 2, 3, 4, 5, 6, 8"),
     (["convert", "model", "out", "--q-group-size", "48"], "'48' is not one of 16, 32, 64, 128"),
     (["convert", "model", "out", "--shard-size", "5X"], "'5X' is not a size like 500M or 5G"),
-    (["chat", "begun"], "begun.partial beside it holds a conversion that was stopped"),
+    (["chat", "begun"], "begun.partial beside it holds an unfinished conversion"),
     (["generate", "a/begun", "--prompt", "x"], "begun.partial beside it holds a conversion"),
     (["verify", ""], "the name of the converted folder is empty"),
     (["verify", "model", "--source", ""], "the name of the checkpoint is empty"),
@@ -263,7 +263,7 @@ def test_a_hub_that_cannot_be_asked_is_no_riddle(tmp_path, monkeypatch, capsys):
         assert main([argv[0], "models/kimi", *argv[1:]]) == 2
         out, err = capsys.readouterr()
         assert out == "" and err == (
-            "mlx-kda: models/kimi is no folder here, and the Hugging Face hub failed: "
+            "mlx-kda: models/kimi is not a local folder, and the Hugging Face hub failed: "
             "ConnectError: [Errno -2] Name or service not known\n"
         )
 

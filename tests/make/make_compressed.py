@@ -12,7 +12,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import save_file
 
-OUT = Path(__file__).parent / "data" / "compressed_tensors.safetensors"
+OUT = Path(__file__).parents[1] / "data" / "compressed_tensors.safetensors"
 GROUPS = {"strategy": "group", "group_size": 32}
 ROWS, WIDTH = 24, 64
 

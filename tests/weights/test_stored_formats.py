@@ -1,4 +1,4 @@
-"""Sources that came quantised: compressed-tensors, and what MLX packed, unpacked again."""
+"""Quantised checkpoints as sources: by compressed-tensors, or by MLX and dequantised again."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.checkpoints import edit_json, read_all, same_bits, stock_logits
-from helpers.compressed import settings_of, write_compressed
+from helpers.compressed import pack, settings_of, write_compressed
 from helpers.paths import TESTS
 from helpers.tiny_checkpoint import weights, write_checkpoint, write_weights
 from tolerances import STOCK
@@ -16,7 +16,13 @@ from mlx_kda.convert import convert, inspect, plan, verify
 from mlx_kda.errors import CheckpointError, UserError
 from mlx_kda.models import load_model
 from mlx_kda.weights.safetensors import Spec
-from mlx_kda.weights.stored_formats import PackedWeight, as_plain, layouts, packed_part, unpack
+from mlx_kda.weights.stored_formats import (
+    PackedWeight,
+    dequantize,
+    mlx_part,
+    packed_weights,
+    unpack,
+)
 
 DATA = mx.load(str(TESTS / "data" / "compressed_tensors.safetensors"))
 KINDS = sorted({name.partition(".")[0] for name in DATA})
@@ -33,7 +39,7 @@ def theirs(kind: str) -> tuple[PackedWeight, dict[str, mx.array]]:
     scheme = {"targets": ["Linear"], "weights": settings}
     entry = {"format": form, "config_groups": {"group_0": scheme}}
     specs = {name: Spec(array.shape, array.dtype) for name, array in parts.items()}
-    (layout,) = layouts({"quantization_config": entry}, specs)
+    (layout,) = packed_weights({"quantization_config": entry}, specs)
     return layout, parts
 
 
@@ -41,7 +47,7 @@ def theirs(kind: str) -> tuple[PackedWeight, dict[str, mx.array]]:
 def test_weights_are_those_that_compressed_tensors_makes(kind):
     """Every layout, bit for bit, against the package that wrote it."""
     layout, parts = theirs(kind)
-    plain = as_plain(layout, parts.__getitem__, mx.bfloat16)
+    plain = dequantize(layout, parts.__getitem__, mx.bfloat16)
     assert same_bits(plain, parts["x.decompressed"])
 
 
@@ -51,12 +57,12 @@ def test_what_mlx_has_is_taken_over_without_rounding(kind):
     layout, parts = theirs(kind)
     # one scale for a row of 64 is a group of 64
     ours = {"mxfp4", "int8-channel", *(f"int{bits}-g32" for bits in (2, 3, 4, 6, 8))}
-    assert layout.is_ours == (kind in ours)
-    if not layout.is_ours:
+    assert layout.is_mlx == (kind in ours)
+    if not layout.is_mlx:
         return
     mode = "mxfp4" if kind == "mxfp4" else "affine"
     names = ("weight", "scales") if kind == "mxfp4" else ("weight", "scales", "biases")
-    ours = [packed_part(layout, part, parts.__getitem__) for part in names]
+    ours = [mlx_part(layout, part, parts.__getitem__) for part in names]
     assert np.array(ours[0]).tobytes() == np.array(parts["x.weight_packed"]).tobytes()
     form = {"bits": layout.bits, "group_size": layout.group_size, "mode": mode}
     back = mx.dequantize(
@@ -68,8 +74,6 @@ def test_what_mlx_has_is_taken_over_without_rounding(kind):
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_unpack_every_width(bits):
     values = np.random.default_rng(bits).integers(0, 2**bits, (3, 45))
-    from helpers.compressed import pack
-
     got = unpack(mx.array(pack(values, bits)), bits, 45)
     assert (np.array(got) == values - 2 ** (bits - 1)).all()
 
@@ -87,11 +91,11 @@ def test_each_weight_has_the_scheme_whose_targets_name_it():
     for path, bits in wanted.items():
         specs[f"{path}.weight_packed"] = Spec((8, 2 * bits), mx.int32)
         specs[f"{path}.weight_scale"] = Spec((8, 2), mx.bfloat16)
-    found = layouts({"quantization_config": entry}, specs)
+    found = packed_weights({"quantization_config": entry}, specs)
     assert {one.path: one.bits for one in found} == wanted
     del groups["Linear"]
     with pytest.raises(CheckpointError, match=r"a\.q_proj"):
-        layouts({"quantization_config": entry}, specs)
+        packed_weights({"quantization_config": entry}, specs)
 
 
 # --- whole checkpoints
@@ -196,8 +200,8 @@ def test_what_mlx_packed_is_unpacked(tmp_path, mode, bits, group):
 
 
 @pytest.mark.parametrize("mode", ["affine", "mxfp4"])
-def test_e2_late_2025_checkpoints_are_dequantised_and_requantised(tmp_path, mode):
-    """Case E2: a packed kv_b_proj under the config's default settings."""
+def test_a_quantised_kv_b_proj_is_split_and_requantised(tmp_path, mode):
+    """Checkpoints of late 2025 hold it under the config's default settings."""
     source = write_checkpoint(tmp_path / "source")
     convert(source, tmp_path / "old", q_bits=4, q_group_size=32, q_mode=mode)
     tensors = read_all(tmp_path / "old")
@@ -257,8 +261,8 @@ def test_formats_that_are_not_read_are_named(tmp_path, change, word):
         ("weight_packed", lambda a: a[:, :-1], "layout"),
         ("weight_packed", lambda a: a.astype(mx.int64), "layout"),
         ("weight_scale", lambda a: a[:-1], "layout"),
-        ("weight_scale", None, "no scales"),
-        ("weight_shape", lambda a: a + 1, "states the shape"),
+        ("weight_scale", None, "no scale per row"),
+        ("weight_shape", lambda a: a + 1, "weight_shape is"),
     ],
 )
 def test_damaged_parts_are_named(tmp_path, part, change, word):

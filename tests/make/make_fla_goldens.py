@@ -1,8 +1,8 @@
 """Makes tests/goldens-fla and tests/tiny_fla_golden.npz: logits of FLA's own KDA models, float64.
 
 Needs torch, transformers, triton, fla-core and flash-linear-attention 0.6.0, and sentencepiece; no
-GPU. Run ``python tests/make_fla_goldens.py``; what it writes is committed. The same seeds give the
-same files.
+GPU. Run ``python tests/make/make_fla_goldens.py``; what it writes is committed. The same seeds give
+the same files.
 
 FLA's classes do everything but for what they leave to Triton kernels: short convolution, norms,
 SwiGLU and the recurrence are plain PyTorch here, the recurrence checked against FLA's own naive
@@ -23,10 +23,10 @@ from fla.ops.kda.gate import naive_kda_gate, naive_kda_lowerbound_gate
 from fla.ops.kda.naive import naive_recurrent_kda
 from torch import Tensor
 
-HERE = Path(__file__).parent
-OUT = HERE / "goldens-fla"
-TRAINED = HERE.parent / "examples" / "tiny-fla-kda"
-TRAIN = HERE.parent / "examples" / "train"
+TESTS = Path(__file__).parents[1]
+OUT = TESTS / "goldens-fla"
+TRAINED = TESTS.parent / "examples" / "tiny-fla-kda"
+TRAIN = TESTS.parent / "examples" / "train"
 VOCAB = 64
 LENGTHS = (70, 19, 1)
 ROWS = 16  # of each text of the trained checkpoint
@@ -200,7 +200,7 @@ def make_trained() -> None:
         assert off < 1e-5
         result[f"tokens_{number}"] = np.array(ids, dtype=np.int32)
         result[f"logits_{number}"] = want[-ROWS:].numpy().astype(np.float32)
-    np.savez_compressed(HERE / "tiny_fla_golden.npz", **result)
+    np.savez_compressed(TESTS / "tiny_fla_golden.npz", **result)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Makes tests/goldens: tiny random Kimi Linear checkpoints and the logits of transformers for them.
 
-Needs the extra ``dev`` (torch, transformers 5.24). Run ``python tests/make_goldens.py``; what it
-writes is committed, and the tests read it without torch. The same seeds give the same files.
+Needs the extra ``dev`` (torch, transformers 5.24). Run ``python tests/make/make_goldens.py``; what
+it writes is committed, and the tests read it without torch. The same seeds give the same files.
 
 The logits are those of transformers' own forward pass carried out in float64: the module's casts
 to float32 are turned into casts to float64, so that the truth does not carry float32's rounding.
@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.kimi_linear import configuration_kimi_linear, modeling_kimi_linear
 
-OUT = Path(__file__).parent / "goldens"
+OUT = Path(__file__).parents[1] / "goldens"
 VOCAB = 128
 
 
