@@ -5,6 +5,7 @@ import platform
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers.launch import arguments, kernel, launch
 
 from mlx_kda.bench import counters
 from mlx_kda.bench.shipped import mlx_call, mlx_gated_delta, mlx_lm_call, mlx_lm_gated_delta
@@ -18,23 +19,10 @@ drops_loads = pytest.mark.skipif(
 )
 
 
-def counted(source, size=64, dtype=mx.float32, grid=64, group=64, header="", a=None):
-    kernel = metal_kernel(
-        name="counted",
-        input_names=["a", "small"],
-        output_names=["out"],
-        source=source,
-        header=header,
-    )
-    return count(
-        kernel,
-        inputs=[mx.ones((size,), dtype) if a is None else a, mx.array([2.0, 3.0])],
-        template=[("T", dtype)],
-        grid=(grid, 1, 1),
-        threadgroup=(group, 1, 1),
-        output_shapes=[(size,)],
-        output_dtypes=[dtype],
-    )
+def counted(source, dtype=mx.float32, grid=64):
+    """The counts of a body with inputs a (64 ones) and small."""
+    call = arguments([mx.ones(64, dtype), mx.array([2.0, 3.0])], dtypes=dtype, grid=grid)
+    return count(kernel(source, "a small"), **call, template=[("T", dtype)])
 
 
 I = "uint i = thread_position_in_grid.x;\n"
@@ -86,7 +74,12 @@ def test_a_named_product_is_not_fused():
 def test_vectors_accumulate_with_fma():
     source = (
         I
-        + "float4 x = float4(a[i]), y = x;\ny += x * small[0];\nx.xy -= y.zw;\nout[i] = x.x + y.w;"
+        + """
+    float4 x = float4(a[i]), y = x;
+    y += x * small[0];
+    x.xy -= y.zw;
+    out[i] = x.x + y.w;
+    """
     )
     counts = counted(source)
     assert (counts.fma, counts.mul, counts.add) == (8, 0, 6)
@@ -135,7 +128,7 @@ def test_matrix_operations():
     for (int k = 0; k < 5; ++k) simdgroup_multiply_accumulate(n, m, n, n);
     simdgroup_store(n, out, 8);
     """
-    c = counted(source, grid=32, group=32)
+    c = counted(source, grid=32)
     assert (c.mma, c.fma, c.device_bytes, c.unique_read, c.unique_written) == (5, 0, 512, 256, 256)
 
 
@@ -167,7 +160,7 @@ def test_conversions_of_16_bit_floats(dtype):
     simdgroup_multiply(m, m, m);
     simdgroup_store(m, out, 8);
     """
-    c = counted(source, dtype=dtype, grid=32, group=32)
+    c = counted(source, dtype=dtype, grid=32)
     assert (c.convert, c.mma) == (0, 1)
 
 
@@ -196,35 +189,23 @@ def test_counts_add_and_divide():
 
 
 def test_results_of_a_counted_run_are_right():
-    kernel = metal_kernel(
-        name="k",
-        input_names=["a"],
-        output_names=["out"],
-        source=I + "out[i] = exp(a[i]) * 2.0f + simd_sum(a[i]);",
-        runner="emulator-count",
-    )
     a = mx.random.normal((64,))
+    source = I + "out[i] = exp(a[i]) * 2.0f + simd_sum(a[i]);"
     with counting() as log:
-        (out,) = kernel(
-            inputs=[a],
-            grid=(64, 1, 1),
-            threadgroup=(32, 1, 1),
-            output_shapes=[(64,)],
-            output_dtypes=[mx.float32],
-        )
+        out = launch(source, [a], group=32, runner="emulator-count")
     want = np.exp(np.array(a)) * 2 + np.array(a).reshape(2, 32).sum(1).repeat(32)
     np.testing.assert_allclose(np.array(out), want, rtol=2e-6, atol=2e-5)
-    assert [name for name, _ in log] == ["k"] and log[0][1].special == 2
+    assert [name for name, _ in log] == ["tested"] and log[0][1].special == 2
 
 
 @drops_loads
 def test_mlx_lm_vector_kernel_calibrates_the_model():
-    """By hand: 1,760 ALU and 2,050 L1 core-cycles a token-head at Dk = Dv = 128, bfloat16."""
+    """By hand: 1,760 ALU and 2,050 L1 core-cycles per token and head at Dk = Dv = 128, bfloat16."""
     T, H, D, dtype = 64, 1, 128, mx.bfloat16
     q, g = mx.ones((1, T, H, D), dtype), mx.ones((1, T, H, D))
-    kernel = mlx_lm_gated_delta(metal_kernel)["gated_delta_step_vec"]
+    step = mlx_lm_gated_delta(metal_kernel)["gated_delta_step_vec"]
     arrays = (q, q, q, g, mx.ones((1, T, H), dtype), mx.zeros((1, H, D, D)))
-    per = count(kernel, **mlx_lm_call(*arrays)).per(T * H)
+    per = count(step, **mlx_lm_call(*arrays)).per(T * H)
     assert per.simd_sums == 2 * D and per.fma == 3 * 4 * D
     assert per.alu_cycles == pytest.approx(1760, rel=0.07)
     assert per.l1_cycles == pytest.approx(2050, rel=0.03)

@@ -1,14 +1,16 @@
 """How the emulator builds kernels: the cache on disk, and what it says when it cannot."""
 
 import importlib.util
+import shutil
 import subprocess
 import sys
 
 import mlx.core as mx
 import pytest
+from helpers.launch import launch
 
 from mlx_kda.errors import UserError
-from mlx_kda.runners import metal_kernel
+from mlx_kda.runners import KernelFault
 from mlx_kda.runners.emulator import compiler
 
 
@@ -20,20 +22,8 @@ def cache(tmp_path, monkeypatch):
 
 
 def call(factor=2, runner="emulator-fast"):
-    kernel = metal_kernel(
-        name="k",
-        input_names=["a"],
-        output_names=["out"],
-        source=f"uint i = thread_position_in_grid.x; out[i] = a[i] * {factor};",
-        runner=runner,
-    )
-    return kernel(
-        inputs=[mx.ones(8)],
-        grid=(8, 1, 1),
-        threadgroup=(8, 1, 1),
-        output_shapes=[(8,)],
-        output_dtypes=[mx.float32],
-    )[0].tolist()
+    source = f"uint i = thread_position_in_grid.x; out[i] = a[i] * {factor};"
+    return launch(source, [mx.ones(8)], runner=runner).tolist()
 
 
 def test_compiled_kernels_are_kept_by_content(cache, monkeypatch):
@@ -45,24 +35,16 @@ def test_compiled_kernels_are_kept_by_content(cache, monkeypatch):
     monkeypatch.undo()
 
 
-def test_another_text_or_mode_is_another_program(cache):
+def test_another_text_or_mode_is_another_program_and_a_deleted_cache_is_made_again(cache):
     call(2)
     call(3)
     call(2, "emulator")
     assert len(list(cache.rglob("*.so"))) == 3
-
-
-def test_a_deleted_cache_is_made_again(cache):
-    import shutil
-
-    call(2)
     shutil.rmtree(cache)
     assert call(5) == [5] * 8
 
 
 def test_a_kernel_that_does_not_compile_leaves_nothing(cache):
-    from mlx_kda.runners import KernelFault
-
     with pytest.raises(KernelFault, match="unsupported"):
         call("frobnicate(1)")
     assert not list(cache.rglob("*.so")) and not list(cache.rglob("tmp*"))

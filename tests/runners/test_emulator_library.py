@@ -3,8 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-
-from mlx_kda.runners import metal_kernel
+from helpers.launch import launch
 
 FLOATS = [mx.float32, mx.float16, mx.bfloat16]
 RNG = np.random.default_rng(0)
@@ -12,23 +11,15 @@ RNG = np.random.default_rng(0)
 
 def run(body, inputs, out_dtype=mx.float32, n=64, header="", width=1):
     """out[i] = ... for n threads in threadgroups of 64; inputs are a, b, c."""
-    names = ["a", "b", "c"][: len(inputs)]
-    kernel = metal_kernel(
-        name="library",
-        input_names=names,
-        output_names=["out"],
-        source=f"uint i = thread_position_in_grid.x;\n{body}",
+    return launch(
+        f"uint i = thread_position_in_grid.x;\n{body}",
+        inputs,
         header=header,
-        runner="emulator",
-    )
-    return kernel(
-        inputs=inputs,
         template=[("T", inputs[0].dtype)],
-        grid=(n, 1, 1),
-        threadgroup=(min(n, 64), 1, 1),
-        output_shapes=[(n * width,)],
-        output_dtypes=[out_dtype],
-    )[0]
+        grid=n,
+        shapes=[(n * width,)],
+        dtypes=out_dtype,
+    )
 
 
 def run_all(expressions, inputs, out_dtype=mx.float32, before=""):

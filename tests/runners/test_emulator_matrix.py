@@ -3,25 +3,14 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-
-from mlx_kda.runners import metal_kernel
+from helpers.launch import launch
 
 RNG = np.random.default_rng(0)
 
 
-def matrices(body, *arrays, out_dtype=mx.float32):
-    names = ["a", "b", "c"][: len(arrays)]
-    kernel = metal_kernel(
-        name="matrices", input_names=names, output_names=["out"], source=body, runner="emulator"
-    )
-    (out,) = kernel(
-        inputs=[mx.array(x) for x in arrays],
-        grid=(32, 1, 1),
-        threadgroup=(32, 1, 1),
-        output_shapes=[(8, 8)],
-        output_dtypes=[out_dtype],
-    )
-    return np.array(out.astype(mx.float32))
+def matrices(body, *arrays):
+    out = launch(body, [mx.array(x) for x in arrays], shapes=[(8, 8)], grid=32)
+    return np.array(out)
 
 
 def test_matrix_layout_is_apples():

@@ -9,6 +9,8 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers.launch import launch
+from mlx_lm.models.gated_delta import gated_delta_ops
 from tolerances import OUTPUT_ROUNDING
 
 from mlx_kda.bench.shipped import (
@@ -102,8 +104,6 @@ def run_mlx_lm(kernel, *arrays, **options):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_mlx_lm_step(mlx_lm_kernels, per_channel, masked, dtype):
-    from mlx_lm.models.gated_delta import gated_delta_ops
-
     q, k, v, g, beta, state = delta_inputs(2, 9, 1, 2, 128, 64, dtype, per_channel)
     mask = mx.array(np.random.default_rng(1).uniform(size=(2, 9)) < 0.7) if masked else None
     name = "gated_delta_step" + "_vec" * per_channel + "_mask" * masked
@@ -144,23 +144,17 @@ def test_mlx_row_reduce(op, dtype):
             thread_position_in_threadgroup, threads_per_threadgroup, thread_index_in_simdgroup,
             simdgroups_per_threadgroup, simdgroup_index_in_threadgroup);
     """
-    made = checked(
-        name="row_reduce",
-        input_names=["a"],
-        output_names=["out"],
-        source=source,
-        # Min and Max specialise members inside a class, which g++ does not accept.
-        header=mlx_header(
-            "atomic.h", "reduction/ops.h", "reduction/reduce_row.h", without=("Min", "Max")
-        ),
-    )
-    (out,) = made(
-        inputs=[a],
+    # Min and Max specialise members inside a class, which g++ does not accept.
+    files = ("atomic.h", "reduction/ops.h", "reduction/reduce_row.h")
+    out = launch(
+        source,
+        [a],
+        header=mlx_header(*files, without=("Min", "Max")),
         template=[("T", dtype)],
         grid=(64, rows // 4, 1),
-        threadgroup=(64, 1, 1),
-        output_shapes=[(rows,)],
-        output_dtypes=[mx.int32 if kind == "int" else mx.float32],
+        group=64,
+        shapes=[(rows,)],
+        dtypes=mx.int32 if kind == "int" else mx.float32,
     )
     exact = np.array(a.astype(mx.float32))
     want = exact.sum(axis=1) if op == "Sum" else exact.prod(axis=1)
@@ -170,25 +164,14 @@ def test_mlx_row_reduce(op, dtype):
 @pytest.mark.parametrize("width", [5, 128, 500])
 def test_mlx_softmax(width):
     a = mx.array(np.random.default_rng(1).standard_normal((3, width)).astype(np.float32) * 5)
-    made = checked(
-        name="softmax",
-        input_names=["a", "width"],
-        output_names=["out"],
-        source="""
-            constant int n = width;
-            softmax_single_row<float>(
-                a, out, n, threadgroup_position_in_grid.x, thread_position_in_threadgroup.x,
-                thread_index_in_simdgroup, simdgroup_index_in_threadgroup);
-        """,
-        header=mlx_header("softmax.h"),
-    )
-    (out,) = made(
-        inputs=[a, width],
-        grid=(3 * 128, 1, 1),
-        threadgroup=(128, 1, 1),
-        output_shapes=[a.shape],
-        output_dtypes=[mx.float32],
-    )
+    source = """
+        constant int n = b;
+        softmax_single_row<float>(
+            a, out, n, threadgroup_position_in_grid.x, thread_position_in_threadgroup.x,
+            thread_index_in_simdgroup, simdgroup_index_in_threadgroup);
+    """
+    header = mlx_header("softmax.h")
+    out = launch(source, [a, width], header=header, grid=3 * 128, group=128)
     close(out, mx.softmax(a, axis=-1), scale=8)
 
 
@@ -201,29 +184,22 @@ def test_mlx_gemv(dtype):
     source = f"""
         threadgroup float* none = nullptr;
         GEMVKernel<T, 4, 1, 1, 32, 4, 4, false>::run(
-            matrix, vector, (const device T*)vector, out, {width}, {rows}, {width}, 1.0f, 0.0f, 1,
+            a, b, (const device T*)b, out, {width}, {rows}, {width}, 1.0f, 0.0f, 1,
             none, threadgroup_position_in_grid, thread_position_in_threadgroup,
             simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
     """
-    made = checked(
-        name="gemv",
-        input_names=["matrix", "vector"],
-        output_names=["out"],
-        source=source,
-        header=mlx_header(
-            "gemv.h", constants={"gemv_wide_has_batch": False, "gemv_wide_do_axpby": False}
-        ),
-    )
-    (out,) = made(
-        inputs=[matrix, vector],
+    constants = {"gemv_wide_has_batch": False, "gemv_wide_do_axpby": False}
+    out = launch(
+        source,
+        [matrix, vector],
+        header=mlx_header("gemv.h", constants=constants),
         template=[("T", dtype)],
         grid=(32 * ((rows + 15) // 16), 1, 4),
-        threadgroup=(32, 1, 4),
-        output_shapes=[(rows,)],
-        output_dtypes=[dtype],
+        group=(32, 1, 4),
+        shapes=[(rows,)],
+        dtypes=dtype,
     )
-    want = matrix.astype(mx.float32) @ vector.astype(mx.float32)
-    close(out, want, dtype)
+    close(out, matrix.astype(mx.float32) @ vector.astype(mx.float32), dtype)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
@@ -243,28 +219,22 @@ def test_mlx_steel_gemm(size, dtype, transposed):
     leading = [M if ta else K, K if tb else N, N]
     numbers = [M, N, K, *leading, tiles_n, tiles_m, 0, 0, 0, 0, 0, 0, 0, K // bk, 0, 0]
     source = f"""
-        const constant auto* p = (const constant GEMMParams*)params;
-        const constant auto* more = (const constant GEMMAddMMParams*)params;
+        const constant auto* p = (const constant GEMMParams*)c;
+        const constant auto* more = (const constant GEMMAddMMParams*)c;
         gemm<T, {bm}, {bn}, {bk}, 2, 2, {str(ta).lower()}, {str(tb).lower()}>(
             a, b, a, out, p, more, nullptr, nullptr, thread_index_in_simdgroup,
             simdgroup_index_in_threadgroup, threadgroup_position_in_grid,
             thread_position_in_threadgroup);
     """
-    made = checked(
-        name="steel_gemm",
-        input_names=["a", "b", "params"],
-        output_names=["out"],
-        source=source,
-        header=mlx_header(
-            "steel/gemm/gemm.h", "steel/gemm/kernels/steel_gemm_fused.h", constants=constants
-        ),
-    )
-    (out,) = made(
-        inputs=[a.T if ta else a, b.T if tb else b, mx.array(numbers, dtype=mx.int32)],
+    files = ("steel/gemm/gemm.h", "steel/gemm/kernels/steel_gemm_fused.h")
+    out = launch(
+        source,
+        [a.T if ta else a, b.T if tb else b, mx.array(numbers, dtype=mx.int32)],
+        header=mlx_header(*files, constants=constants),
         template=[("T", dtype)],
         grid=(32 * tiles_n, 2 * tiles_m, 2),
-        threadgroup=(32, 2, 2),
-        output_shapes=[(M, N)],
-        output_dtypes=[dtype],
+        group=(32, 2, 2),
+        shapes=[(M, N)],
+        dtypes=dtype,
     )
     close(out, a.astype(mx.float32) @ b.astype(mx.float32), dtype)

@@ -1,7 +1,10 @@
 """The strict front-end check: what Apple's compiler refuses is refused, known-good kernels pass."""
 
+import re
+
 import mlx.core as mx
 import pytest
+from helpers.launch import kernel
 
 from mlx_kda.bench.shipped import mlx_header, mlx_lm_gated_delta
 from mlx_kda.runners import metal_kernel
@@ -39,15 +42,9 @@ constant constexpr float table[3] = {1.0f, 2.0f, 3.0f};
 
 
 def generated(source, header="", dtype=mx.float32):
-    kernel = metal_kernel(
-        name="checked",
-        input_names=["a", "small", "scalar"],
-        output_names=["out"],
-        source=source,
-        header=header,
-    )
     arrays = [mx.zeros(64, dtype), mx.zeros(3), mx.array(1.0)]
-    return kernel.generate(arrays, [dtype], [("T", dtype)])
+    made = kernel(source, "a small scalar", header=header)
+    return made.generate(arrays, [dtype], [("T", dtype)])
 
 
 @needs_clang
@@ -59,139 +56,126 @@ def test_good_kernel_passes(dtype):
     assert report.threadgroup_bytes == 552
 
 
-# name: (words of the complaint, body, header); the faulty line has FAULT in it
-BAD = {
-    "device pointer for threadgroup memory": (
-        "cannot initialize",
-        "threadgroup float s[4];\ndevice float* p = s;  // FAULT",
-        "",
-    ),
-    "helper of the wrong address space": (
-        "no matching function",
-        "out[0] = helper(a);  // FAULT",
-        HEADER,
-    ),
-    "a helper typed device breaks on an input below 8 elements": (
-        "no matching function",
-        "out[0] = first(small);  // FAULT",
-        "inline float first(const device float* p) { return p[0]; }",
-    ),
-    "write through a constant input": ("read-only", "small[0] = 1.0f;  // FAULT", ""),
-    "write through a const input": ("read-only", "a[0] = 1.0f;  // FAULT", ""),
-    "casting an address space away": (
-        "address space|not allowed|differs",
-        "out[0] = *static_cast<const threadgroup float*>(a);  // FAULT",
-        "",
-    ),
-    "double": ("double", "double x = 1.0f;  // FAULT\nout[0] = T(x);", ""),
-    "a literal without a suffix": ("suffix", "out[0] = a[0] * 0.5;  // FAULT", ""),
-    "a lambda": ("lambda", "auto f = [&](float x) { return x; };  // FAULT\nout[0] = f(1.0f);", ""),
-    "float to bfloat without a cast": (
-        "implicit conversion",
-        "bfloat b = a[0];  // FAULT\nout[0] = float(b);",
-        "",
-    ),
-    "float to half without a cast": (
-        "implicit conversion",
-        "half b = a[0];  // FAULT\nout[0] = float(b);",
-        "",
-    ),
-    "an initialised threadgroup variable": (
-        "initialiser",
-        "threadgroup float s = 1.0f;  // FAULT\nout[0] = s;",
-        "",
-    ),
-    "an initialised threadgroup array": (
-        "initialiser",
-        "threadgroup float s[2] = {1.0f, 2.0f};  // FAULT\nout[0] = s[0];",
-        "",
-    ),
+# The faulty line has FAULT in it, and then what the complaint about it says.
+BAD_BODIES = {
+    "device pointer for threadgroup memory": """
+        threadgroup float s[4];
+        device float* p = s;  // FAULT cannot initialize""",
+    "write through a constant input": "small[0] = 1.0f;  // FAULT read-only",
+    "write through a const input": "a[0] = 1.0f;  // FAULT read-only",
+    "casting an address space away": """
+        out[0] = *static_cast<const threadgroup float*>(a);  // FAULT address space|not allowed""",
+    "double": """
+        double x = 1.0f;  // FAULT double
+        out[0] = T(x);""",
+    "a literal without a suffix": "out[0] = a[0] * 0.5;  // FAULT suffix",
+    "a lambda": """
+        auto f = [&](float x) { return x; };  // FAULT lambda
+        out[0] = f(1.0f);""",
+    "float to bfloat without a cast": """
+        bfloat b = a[0];  // FAULT implicit conversion
+        out[0] = float(b);""",
+    "float to half without a cast": """
+        half b = a[0];  // FAULT implicit conversion
+        out[0] = float(b);""",
+    "an initialised threadgroup variable": """
+        threadgroup float s = 1.0f;  // FAULT initialiser
+        out[0] = s;""",
+    "an initialised threadgroup array": """
+        threadgroup float s[2] = {1.0f, 2.0f};  // FAULT initialiser
+        out[0] = s[0];""",
+    "a local variable of a constant space": """
+        constant float x = 1.0f;  // FAULT address space
+        out[0] = x;""",
+    "the C++ library": "out[0] = std::min(1.0f, 2.0f);  // FAULT standard library",
+    "an unknown function": "out[0] = frobnicate(a[0]);  // FAULT frobnicate",
+    "min of two types": "out[0] = min(a[0], 1);  // FAULT no matching function",
+    "a SIMD sum of 64-bit numbers": """
+        ulong x = 1;
+        out[0] = float(simd_sum(x));  // FAULT no matching function""",
+    "matrix load from the wrong type": """
+        simdgroup_half8x8 m;
+        simdgroup_load(m, a, 8);  // FAULT no matching function
+        out[0] = float(m.thread_elements()[0]);""",
+    "arithmetic on all of a lane's matrix elements": """
+        simdgroup_float8x8 m, n = make_filled_simdgroup_matrix<float, 8>(1.0f);
+        simdgroup_load(m, a, 8);
+        m.thread_elements() += n.thread_elements();  // FAULT invalid operands|no viable
+        out[0] = m.thread_elements()[0];""",
+    "an uninitialised variable": """
+        float x;
+        out[0] = x;  // FAULT uninitialized""",
+    "a return above a barrier": """
+        if (thread_position_in_grid.x > 5) return;  // FAULT return above
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        out[0] = 1.0f;""",
+    "text that is not ASCII": "out[0] = 1.0f;  // \u00b5s FAULT ASCII",
+}
+# name: (header, body)
+BAD_HEADERS = {
     "a threadgroup variable in a function of the header": (
-        "outside the kernel",
+        """inline float stage(float x) {
+          threadgroup float s[4];  // FAULT outside the kernel
+          s[0] = x;
+          return s[0];
+        }""",
         "out[0] = stage(1.0f);",
-        "inline float stage(float x) {\n  threadgroup float s[4];  // FAULT\n  s[0] = x;\n"
-        "  return s[0];\n}\n",
     ),
     "a pointer parameter without an address space": (
-        "without an address space",
-        "float x[2] = {1.0f, 2.0f};\nout[0] = sum(x);",
-        "inline float sum(const float* p) {  // FAULT\n  return p[0] + p[1];\n}\n",
+        """inline float sum(const float* p) {  // FAULT without an address space
+          return p[0] + p[1];
+        }""",
+        "float x[2] = {1.0f, 2.0f}; out[0] = sum(x);",
     ),
     "a reference parameter without an address space": (
-        "without an address space",
-        "float x = 1.0f;\nbump(x);\nout[0] = x;",
-        "inline void bump(float& x) {  // FAULT\n  x += 1.0f;\n}\n",
+        """inline void bump(float& x) {  // FAULT without an address space
+          x += 1.0f;
+        }""",
+        "float x = 1.0f; bump(x); out[0] = x;",
     ),
     "an array reference without an address space": (
-        "without an address space",
-        "float x[2] = {1.0f, 2.0f};\nout[0] = sum(x);",
-        "inline float sum(float (&x)[2]) {  // FAULT\n  return x[0] + x[1];\n}\n",
+        """inline float sum(float (&x)[2]) {  // FAULT without an address space
+          return x[0] + x[1];
+        }""",
+        "float x[2] = {1.0f, 2.0f}; out[0] = sum(x);",
     ),
-    "a local variable of a constant space": (
-        "address space",
-        "constant float x = 1.0f;  // FAULT\nout[0] = x;",
-        "",
-    ),
-    "an include": ("is not there", "out[0] = 1.0f;", "#include <cmath>  // FAULT\n"),
-    "the C++ library": ("standard library", "out[0] = std::min(1.0f, 2.0f);  // FAULT", ""),
-    "an unknown function": ("frobnicate", "out[0] = frobnicate(a[0]);  // FAULT", ""),
-    "min of two types": ("no matching function", "out[0] = min(a[0], 1);  // FAULT", ""),
-    "a SIMD sum of 64-bit numbers": (
-        "no matching function",
-        "ulong x = 1;\nout[0] = float(simd_sum(x));  // FAULT",
-        "",
-    ),
-    "matrix load from the wrong type": (
-        "no matching function",
-        "simdgroup_half8x8 m;\nsimdgroup_load(m, a, 8);  // FAULT\n"
-        "out[0] = float(m.thread_elements()[0]);",
-        "",
-    ),
-    "arithmetic on all of a lane's matrix elements": (
-        "invalid operands|no viable",
-        "simdgroup_float8x8 m, n = make_filled_simdgroup_matrix<float, 8>(1.0f);\n"
-        "simdgroup_load(m, a, 8);\nm.thread_elements() += n.thread_elements();  // FAULT\n"
-        "out[0] = m.thread_elements()[0];",
-        "",
-    ),
-    "an uninitialised variable": (
-        "uninitialized",
-        "float x;\nout[0] = x;  // FAULT",
-        "",
-    ),
-    "a return above a barrier": (
-        "return above",
-        "if (thread_position_in_grid.x > 5) return;  // FAULT\n"
-        "threadgroup_barrier(mem_flags::mem_threadgroup);\nout[0] = 1.0f;",
-        "",
-    ),
-    "text that is not ASCII": ("ASCII", "out[0] = 1.0f;  // FAULT \u00b5s", ""),
+    "an include": ("#include <cmath>  // FAULT is not there", "out[0] = 1.0f;"),
     "function constants": (
-        "function constants",
+        "constant bool flag [[function_constant(0)]];  // FAULT function constants",
         "out[0] = flag ? 1.0f : 0.0f;",
-        "constant bool flag [[function_constant(0)]];  // FAULT\n",
     ),
-    "too much threadgroup memory": (
-        "40192 bytes of threadgroup memory",
-        "threadgroup float s[10000], t[48];\ns[0] = t[0] = 1.0f;\nout[0] = s[0];",
-        "",
+    "helper of the wrong address space": (
+        HEADER,
+        "out[0] = helper(a);  // FAULT no matching function",
+    ),
+    "a helper typed device breaks on an input below 8 elements": (
+        "inline float first(const device float* p) { return p[0]; }",
+        "out[0] = first(small);  // FAULT no matching function",
     ),
 }
+BAD = {name: ("", body) for name, body in BAD_BODIES.items()} | BAD_HEADERS
 
 
 @needs_clang
 @pytest.mark.parametrize("name", BAD)
 def test_bad_kernel_is_refused(name):
-    import re
-
-    words, body, header = BAD[name]
-    found = frontend_check(generated(body, header))
-    matching = [d for d in found if re.search(words, d.message)]
-    assert matching, [str(d) for d in found]
+    header, body = BAD[name]
+    assert "FAULT" in header + body
+    found = frontend_check(generated(body, header + "\n" * bool(header)))
     for text, attribute in ((body, "line"), (header, "header_line")):
-        lines = [i for i, s in enumerate(text.split("\n"), 1) if "FAULT" in s]
-        if lines:
-            assert getattr(matching[0], attribute) == lines[0], str(matching[0])
+        for number, line in enumerate(text.split("\n"), 1):
+            if "FAULT" in line:
+                words = line.split("FAULT ")[1]
+                matching = [d for d in found if re.search(words, d.message)]
+                assert matching, [str(d) for d in found]
+                assert getattr(matching[0], attribute) == number, str(matching[0])
+
+
+@needs_clang
+def test_too_much_threadgroup_memory():
+    body = "threadgroup float s[10000], t[48];\ns[0] = t[0] = 1.0f;\nout[0] = s[0];"
+    (complaint,) = frontend_check(generated(body))
+    assert "40192 bytes of threadgroup memory" in complaint.message
 
 
 def test_lint_needs_no_clang():
@@ -218,12 +202,12 @@ def test_return_rule_is_per_function():
 def test_mlx_lm_kernels_pass(dtype):
     q, state = mx.zeros((1, 2, 2, 128), dtype), mx.zeros((1, 2, 128, 128))
     sizes = [("Dk", 128), ("Dv", 128), ("Hk", 2), ("Hv", 2)]
-    for name, kernel in mlx_lm_gated_delta(metal_kernel).items():
+    for name, peer in mlx_lm_gated_delta(metal_kernel).items():
         inputs = [q, q, q, mx.zeros((1, 2, 2, 128)), mx.zeros((1, 8, 2)), state, 3]
         if name.endswith("mask"):
             inputs.append(mx.zeros((1, 9), mx.bool_))
         template = [("InT", dtype), ("StT", mx.float32), *sizes]
-        text = kernel.generate(inputs, [dtype, mx.float32], template)
+        text = peer.generate(inputs, [dtype, mx.float32], template)
         assert frontend_check(text) == [], name
 
 

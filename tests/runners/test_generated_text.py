@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers.launch import arguments, launch
 
 from mlx_kda.runners import metal_kernel
 from mlx_kda.runners.text import ATTRIBUTES, TYPE_NAMES
@@ -19,15 +20,8 @@ def printed(tmp_path, capfd):
         extra = {} if template is None else {"template": template}
 
         def call(*arrays):
-            return kernel(
-                inputs=list(arrays),
-                grid=(32, 1, 1),
-                threadgroup=(32, 1, 1),
-                output_shapes=output_shapes,
-                output_dtypes=output_dtypes,
-                verbose=True,
-                **extra,
-            )
+            call = arguments(list(arrays), output_shapes, output_dtypes, 32, verbose=True)
+            return kernel(**call, **extra)
 
         capfd.readouterr()
         mx.export_function(str(tmp_path / "x.mlxfn"), call, *inputs)
@@ -131,84 +125,51 @@ def test_python_scalars_become_references(printed):
     assert "const constant int32_t& a" in ours and "const constant bool& c" in ours
 
 
-def run(source, arrays, shapes, dtypes, names="a b c", outputs="o", grid=(32, 1, 1), **extra):
-    call = {k: extra.pop(k) for k in ("template", "init_value", "threadgroup") if k in extra}
-    kernel = metal_kernel(**definition(source, names, outputs, **extra), runner="emulator")
-    call.setdefault("threadgroup", (32, 1, 1))
-    return kernel(inputs=arrays, grid=grid, output_shapes=shapes, output_dtypes=dtypes, **call)
-
-
 def test_shape_strides_and_rank_reach_the_kernel():
-    a = mx.arange(24).reshape(2, 3, 4)
     source = """
     uint i = thread_position_in_grid.x;
-    if (i < 3) o[i] = a_shape[i];
-    else if (i < 6) o[i] = a_strides[i - 3];
-    else o[i] = a_ndim;
+    if (i < 3) out[i] = a_shape[i];
+    else if (i < 6) out[i] = a_strides[i - 3];
+    else out[i] = a_ndim;
     """
-    (out,) = run(source, [a], [(7,)], [mx.int32], "a", grid=(7, 1, 1))
+    out = launch(source, [mx.arange(24).reshape(2, 3, 4)], shapes=[(7,)], dtypes=mx.int32)
     assert out.tolist() == [2, 3, 4, 12, 4, 1, 3]
 
 
-def test_strided_inputs_are_copied_unless_asked_not_to():
+@pytest.mark.parametrize("copied", [True, False])
+def test_strided_inputs_are_copied_unless_asked_not_to(copied):
     a = mx.arange(12, dtype=mx.float32).reshape(3, 4).T
     source = """
     uint i = thread_position_in_grid.x;
     o[i] = a[elem_to_loc(int(i), a_shape, a_strides, a_ndim)];
     p[i] = a[i];
     """
+    out, raw = launch(source, [a], outputs="o p", shapes=[(12,)] * 2, ensure_row_contiguous=copied)
     plain = [float(x) for row in a.tolist() for x in row]
-    out, raw = run(source, [a], [(12,)] * 2, [mx.float32] * 2, "a", "o p", grid=(12, 1, 1))
-    assert out.tolist() == plain and raw.tolist() == plain
-    out, raw = run(
-        source,
-        [a],
-        [(12,)] * 2,
-        [mx.float32] * 2,
-        "a",
-        "o p",
-        (12, 1, 1),
-        ensure_row_contiguous=False,
-    )
-    assert out.tolist() == plain and raw.tolist() == list(range(12))
+    assert out.tolist() == plain and raw.tolist() == (plain if copied else list(range(12)))
 
 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d != mx.complex64], ids=TYPE_NAMES.get)
 def test_every_dtype_goes_in_and_out(dtype):
     a = mx.array([0, 1, 1, 0, 1, 0, 0, 1, 1, 1]).astype(dtype)
-    source = "uint i = thread_position_in_grid.x; o[i] = a[i]; p[i] = c;"
-    out, scalar = run(
-        source,
-        [a, a, mx.array(1).astype(dtype)],
-        [(10,)] * 2,
-        [dtype] * 2,
-        outputs="o p",
-        grid=(10, 1, 1),
-    )
+    source = "uint i = thread_position_in_grid.x; o[i] = a[i]; p[i] = b;"
+    one = mx.array(1).astype(dtype)
+    out, scalar = launch(source, [a, one], outputs="o p", shapes=[(10,)] * 2, dtypes=dtype)
     assert out.dtype == dtype and mx.array_equal(out, a) and scalar.tolist() == [1] * 10
 
 
 def test_init_value_fills_the_outputs():
-    source = "uint i = thread_position_in_grid.x; if (i % 2) o[i] += 1;"
-    (out,) = run(source, [mx.zeros(8)], [(8,)], [mx.float32], "a", grid=(8, 1, 1), init_value=3)
-    assert out.tolist() == [3, 4] * 4
+    source = "uint i = thread_position_in_grid.x; if (i % 2) out[i] += 1;"
+    assert launch(source, [mx.zeros(8)], init_value=3).tolist() == [3, 4] * 4
 
 
 def test_atomic_outputs():
     source = """
     uint i = thread_position_in_grid.x;
-    atomic_fetch_add_explicit(&o[i % 4], a[i], memory_order_relaxed);
+    atomic_fetch_add_explicit(&out[i % 4], a[i], memory_order_relaxed);
     """
-    (out,) = run(
-        source,
-        [mx.arange(64, dtype=mx.float32)],
-        [(4,)],
-        [mx.float32],
-        "a",
-        grid=(64, 1, 1),
-        init_value=0,
-        atomic_outputs=True,
-    )
+    a = mx.arange(64, dtype=mx.float32)
+    out = launch(source, [a], shapes=[(4,)], grid=64, init_value=0, atomic_outputs=True)
     np.testing.assert_array_equal(np.array(out), np.arange(64).reshape(16, 4).sum(0))
 
 
@@ -217,13 +178,13 @@ def test_grid_is_counted_in_threads_and_edges_are_ragged():
     source = """
     uint3 p = thread_position_in_grid;
     uint i = p.x + 10 * (p.y + 3 * p.z);
-    o[4 * i] = threads_per_threadgroup.x + 100 * threads_per_threadgroup.y;
-    o[4 * i + 1] = threadgroups_per_grid.x + 100 * threadgroup_position_in_grid.x;
-    o[4 * i + 2] = thread_index_in_threadgroup;
-    o[4 * i + 3] = simdgroup_index_in_threadgroup + 100 * simdgroups_per_threadgroup;
+    out[4 * i] = threads_per_threadgroup.x + 100 * threads_per_threadgroup.y;
+    out[4 * i + 1] = threadgroups_per_grid.x + 100 * threadgroup_position_in_grid.x;
+    out[4 * i + 2] = thread_index_in_threadgroup;
+    out[4 * i + 3] = simdgroup_index_in_threadgroup + 100 * simdgroups_per_threadgroup;
     """
-    (out,) = run(
-        source, [mx.zeros(8)], [(60, 4)], [mx.int32], "a", grid=(10, 3, 2), threadgroup=(4, 8, 2)
+    out = launch(
+        source, [mx.zeros(8)], shapes=[(60, 4)], dtypes=mx.int32, grid=(10, 3, 2), group=(4, 8, 2)
     )
     out = np.array(out).reshape(2, 3, 10, 4)
     x = np.arange(10)

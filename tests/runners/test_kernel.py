@@ -6,28 +6,20 @@ from concurrent.futures import ThreadPoolExecutor
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers.launch import arguments, kernel
 
 from mlx_kda.errors import UserError
-from mlx_kda.runners import choose, metal_kernel
+from mlx_kda.runners import choose
 
-DOUBLE = "uint i = thread_position_in_grid.x;\no[i] = a[i] * 2.0f;"
+DOUBLE = "uint i = thread_position_in_grid.x;\nout[i] = a[i] * 2.0f;"
 
 
-def definition(**given):
-    names = {"name": "double", "input_names": ["a"], "output_names": ["o"], "source": DOUBLE}
-    return metal_kernel(**{"runner": "emulator-fast", **names, **given})
+def definition(runner="emulator-fast", **given):
+    return kernel(DOUBLE, runner=runner, **given)
 
 
 def call(a=None, **given):
-    a = mx.ones(8) if a is None else a
-    return {
-        "inputs": [a],
-        "grid": (a.size, 1, 1),
-        "threadgroup": (8, 1, 1),
-        "output_shapes": [a.shape],
-        "output_dtypes": [mx.float32],
-        **given,
-    }
+    return {**arguments([mx.ones(8) if a is None else a], group=8), **given}
 
 
 @pytest.mark.parametrize(
@@ -55,10 +47,10 @@ def test_a_call_on_a_gpu_goes_straight_to_mlx(monkeypatch, runner, made_by):
 
     monkeypatch.setattr(getattr(mx, runner), "is_available", lambda: True)
     monkeypatch.setattr(mx.fast, made_by, make)
-    kernel = definition(runner=runner)
+    double = definition(runner)
     given = call(template=[("T", mx.float32)], init_value=1, stream=mx.cpu)
     for _ in range(2):
-        assert kernel(**given) == ["y"]
+        assert double(**given) == ["y"]
     assert len(made) == 1 and made[0]["input_names"] == (["a"] if runner == "metal" else ["cuda_a"])
     passed, depth = calls[1]
     assert passed["grid"] == (8, 1, 1) and passed["stream"] == mx.cpu and passed["init_value"] == 1
@@ -69,7 +61,7 @@ def test_a_call_on_a_gpu_goes_straight_to_mlx(monkeypatch, runner, made_by):
 def test_a_grid_that_cuda_cannot_run(monkeypatch):
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     with pytest.raises(UserError, match=r"a grid \(20, 1, 1\) that the threadgroup \(8, 1, 1\)"):
-        definition(runner="cuda")(**call(mx.ones(20)))
+        definition("cuda")(**call(mx.ones(20)))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +75,7 @@ def test_a_grid_that_cuda_cannot_run(monkeypatch):
 )
 def test_arguments_that_do_not_fit(wrong, words):
     with pytest.raises(ValueError, match=words):
-        definition()(**{**call(), **wrong})
+        definition()(**call(**wrong))
 
 
 @pytest.mark.parametrize(
@@ -104,9 +96,9 @@ def test_a_runner_that_is_not_here(runner, words):
 
 def test_a_definition_that_cannot_be():
     with pytest.raises(UserError, match="unknown runner"):
-        definition(runner="opencl")
+        definition("opencl")
     with pytest.raises(ValueError, match="at least one output"):
-        definition(output_names=[])
+        definition(outputs="")
 
 
 def test_a_compiled_function_cannot_be_emulated():
@@ -127,7 +119,7 @@ def test_threads_may_call_one_kernel_together():
     """Kernels of one text share a compiled program, whose launches are taken in turn."""
 
     def once(n):
-        return np.array(definition(runner="emulator")(**call(mx.full((4096,), float(n))))[0])
+        return np.array(definition("emulator")(**call(mx.full((4096,), float(n))))[0])
 
     with ThreadPoolExecutor(4) as pool:
         for n, out in enumerate(pool.map(once, range(12))):
