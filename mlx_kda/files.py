@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and the folder for what can be made again."""
+"""Files written whole or not at all, lock files, and the cache folder."""
 
 import contextlib
 import errno
@@ -14,9 +14,16 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+STALE = 60  # seconds without a write after which a dead process's temporary file is removed
+WAIT = 0.1  # seconds for a lock that another process is just releasing
+# What file systems without locks answer. Nothing keeps two processes apart there.
+_NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS}
+_OWNER = re.compile(r"([0-9]+)(\.[0-9a-f]+)?\.tmp")
+_temporary: set[Path] = set()  # temporary files and locks of this process
+
 
 def cache_dir() -> Path:
-    """Where compiled kernels and self-checks are kept; it can be deleted at any time.
+    """The folder of compiled kernels and self-checks; it can be deleted at any time.
 
     ``~/Library/Caches/mlx-kda`` on a Mac, else ``$XDG_CACHE_HOME/mlx-kda`` or
     ``~/.cache/mlx-kda``.
@@ -27,30 +34,21 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "mlx-kda"
 
 
-# Temporary files and locks of this process, for an end that leaves no time to unwind.
-passing: set[Path] = set()
-_OWNER = re.compile(r"([0-9]+)(\.[0-9a-f]+)?\.tmp")
-STALE = 60  # seconds without a write after which a dead process's file counts as left behind
-WAIT = 0.1  # seconds for a lock that another process is just releasing
-# What a file system without locks answers. Nothing keeps two processes apart there.
-_NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS}
-
-
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """A temporary path beside ``path``, synced and renamed to it if the block succeeds.
+    """A temporary file that replaces ``path`` if the block succeeds, and is removed otherwise.
 
-    Of a link it is the place that the link leads to. No two writers meet in one temporary file, in
-    other threads and on other machines neither: the last to end has its file whole under the name.
-    What a killed process left behind for the same ``path`` is removed.
+    It is synced to disk before the rename. If ``path`` is a symbolic link, its target is replaced.
+    Each writer, in any thread or on any machine, has a temporary file of its own; the last to
+    finish wins. Temporary files that killed processes left for this ``path`` are removed.
     """
     if path.is_symlink():
         path = path.resolve()
-    _sweep(path)
+    _remove_stale(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
-    lock = Lock(temporary)  # somebody writes it: see _sweep
+    lock = Lock(temporary)  # tells other processes that it is in use
     try:
-        with contextlib.suppress(OSError):  # a file that was made private stays so
+        with contextlib.suppress(OSError):  # keep the permissions of the file being replaced
             temporary.chmod(stat.S_IMODE(path.stat().st_mode))
         yield temporary
         with temporary.open("rb") as written:
@@ -61,21 +59,27 @@ def new_file(path: Path) -> Iterator[Path]:
         lock.release()
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text file with ``new_file``."""
+    with new_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
 class Lock:
-    """A lock file that this process holds until ``release``, or until it ends in any way.
+    """A lock file, held until ``release`` or until the process ends in any way.
 
     Args:
         path: the lock file, in a folder that exists.
-        remove: whether the file goes when the lock is released.
+        remove: whether to remove the file when the lock is released.
 
     Raises:
         filelock.Timeout: another process holds the lock.
-        OSError: the file cannot be made.
+        OSError: the file cannot be created.
     """
 
     def __init__(self, path: Path, remove: bool = True):
         self.path, self._remove = path, remove
-        os.stat(path.parent)  # filelock would make a folder that is missing
+        os.stat(path.parent)  # filelock would create a missing folder
         self._lock = FileLock(path, thread_local=False, fallback_to_soft=False)
         try:
             self._lock.acquire(timeout=WAIT, poll_interval=WAIT / 10)
@@ -84,28 +88,28 @@ class Lock:
                 raise
         self._held = os.stat(path)
         if remove:
-            passing.add(path)
+            _temporary.add(path)
 
     @property
     def is_there(self) -> bool:
-        """Whether the file under the path is still the one that is held."""
+        """Whether ``path`` still names the file that is held."""
         try:
             return os.path.samestat(os.stat(self.path), self._held)
         except OSError:
             return False
 
     def release(self) -> None:
-        """Let others have the lock."""
+        """Release the lock."""
         if self._remove:
             with contextlib.suppress(OSError):
                 if self.is_there:
                     self.path.unlink()
-            passing.discard(self.path)
+            _temporary.discard(self.path)
         self._lock.release()
 
 
 def try_lock(path: Path, remove: bool = True) -> Lock | None:
-    """A `Lock`, or None where another process holds it."""
+    """A ``Lock``, or None if another process holds it."""
     try:
         return Lock(path, remove)
     except Timeout:
@@ -113,8 +117,8 @@ def try_lock(path: Path, remove: bool = True) -> Lock | None:
 
 
 def sync(file: int) -> None:
-    """Write what the system holds of an open file to the disk."""
-    if hasattr(fcntl, "F_FULLFSYNC"):  # a Mac's fsync leaves it in the memory of the disk
+    """Flush an open file to the disk."""
+    if hasattr(fcntl, "F_FULLFSYNC"):  # fsync on a Mac leaves data in the drive's own cache
         with contextlib.suppress(OSError):
             fcntl.fcntl(file, fcntl.F_FULLFSYNC)
             return
@@ -122,7 +126,7 @@ def sync(file: int) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the new names in a folder last through a power cut, where the system allows it."""
+    """Flush the names in a folder to the disk, where the system allows it."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -131,22 +135,23 @@ def sync_folder(folder: Path) -> None:
             os.close(handle)
 
 
-def discard_passing() -> None:
-    """Remove what this process has begun to write or holds, before it ends without unwinding."""
-    for temporary in list(passing):
+def remove_temporary_files() -> None:
+    """Remove this process's temporary files and locks, before it exits without cleaning up."""
+    for temporary in list(_temporary):
         with contextlib.suppress(OSError):
             temporary.unlink()
 
 
-def _sweep(path: Path) -> None:
-    """Remove temporary files of ``path`` that nobody writes: no lock, no process, no change."""
+def _remove_stale(path: Path) -> None:
+    """Remove temporary files of ``path`` that are old and belong to no running process."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         found = _OWNER.fullmatch(left.name.removeprefix(f".{path.name}."))
         with contextlib.suppress(OSError):
-            # By its distance: a clock that was put back leaves files of a time to come.
+            # The clock may have been set back since: a time in the future is as stale.
             old = abs(time.time() - left.stat().st_mtime) > STALE
+            # The process may run in another container: then it holds the lock.
             if found and old and not _runs(int(found[1])) and (lock := try_lock(left)):
-                lock.release()  # no process has it, in another container neither: it goes
+                lock.release()
 
 
 def _runs(process: int) -> bool:
@@ -156,11 +161,5 @@ def _runs(process: int) -> bool:
     except ProcessLookupError:
         return False
     except (OSError, OverflowError):
-        return True  # somebody else's
+        return True  # another user's
     return True
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file whole or not at all."""
-    with new_file(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: several writers, links, what killed writers leave."""
+"""Atomic writes and locks: several writers, links, files that killed processes leave."""
 
 import errno
 import fcntl
@@ -16,14 +16,14 @@ from mlx_kda import files
 
 @pytest.fixture
 def gone():
-    """The number of a process that has ended."""
+    """The id of a process that has ended."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid
 
 
-def test_two_writers_of_one_process_do_not_meet(tmp_path):
-    """Both have begun before either writes. They used to share a temporary file."""
+def test_two_writers_of_one_process_have_files_of_their_own(tmp_path):
+    """Both have begun before either writes."""
     both, errors = threading.Barrier(2), []
 
     def write(letter):
@@ -50,7 +50,7 @@ def test_two_writers_of_one_process_do_not_meet(tmp_path):
 
 @pytest.mark.parametrize("dangling", [False, True])
 def test_a_link_stays_a_link(tmp_path, dangling):
-    """What it leads to is written, on the disk where that is. The link used to be replaced."""
+    """Its target is written, on the disk where that is."""
     (tmp_path / "disk").mkdir()
     place = tmp_path / "disk" / "s"
     if not dangling:
@@ -81,8 +81,8 @@ def test_a_block_that_fails_leaves_the_old_file_alone(tmp_path):
 
 
 @pytest.mark.parametrize("ago", [100, -100])
-def test_what_a_killed_writer_left_is_removed(tmp_path, gone, ago):
-    """Whichever way the clock was put since."""
+def test_temporary_files_of_killed_writers_are_removed(tmp_path, gone, ago):
+    """Also if the clock was set back since."""
     left = tmp_path / f".s.{gone}.0badcafe.tmp"
     left.write_text("x")
     os.utime(left, (time.time() - ago,) * 2)
@@ -91,7 +91,7 @@ def test_what_a_killed_writer_left_is_removed(tmp_path, gone, ago):
 
 
 def test_what_another_container_writes_is_left_alone(tmp_path, gone):
-    """Its process has a number that nobody has here, its disk is slow; but it holds the file."""
+    """Its process id does not exist here and the file is old, but it holds the lock."""
     theirs = tmp_path / f".s.{gone}.0badcafe.tmp"
     held = files.Lock(theirs, remove=False)
     os.utime(theirs, (1, 1))
@@ -103,8 +103,8 @@ def test_what_another_container_writes_is_left_alone(tmp_path, gone):
 
 
 @pytest.mark.parametrize("supported", [True, False])
-def test_a_mac_s_disk_is_asked_to_write_what_it_holds(tmp_path, monkeypatch, supported):
-    """fsync there hands the data to the disk only; where the stronger call fails, it must do."""
+def test_a_mac_flushes_the_cache_of_the_drive(tmp_path, monkeypatch, supported):
+    """fsync does not do that there; it is the fallback where F_FULLFSYNC fails."""
     asked = []
 
     def fcntl(file, how):
@@ -140,7 +140,7 @@ def test_a_lock_belongs_to_one_process_and_ends_with_it(tmp_path):
 
 
 def test_a_lock_file_that_is_removed_while_it_is_taken(tmp_path, monkeypatch):
-    """Its holder releases it between our opening and our lock: we hold the file that is there."""
+    """Its holder releases it after we have opened it: we must hold the file under the path."""
     path, real = tmp_path / "lock", fcntl.flock
     path.touch()
 
@@ -156,7 +156,7 @@ def test_a_lock_file_that_is_removed_while_it_is_taken(tmp_path, monkeypatch):
 
 
 def test_a_lock_file_of_another_process_is_not_removed(tmp_path):
-    """Somebody has removed ours, another process has made its own under the same name."""
+    """Ours was removed, and another process has created one under the same name."""
     held = files.Lock(tmp_path / "lock")
     held.path.unlink()
     other = files.Lock(tmp_path / "lock")
@@ -167,7 +167,7 @@ def test_a_lock_file_of_another_process_is_not_removed(tmp_path):
 
 @pytest.mark.parametrize("code", [errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS])
 def test_a_file_system_without_locks(tmp_path, monkeypatch, gone, code):
-    """Nothing keeps two processes apart there, but they run, and what was left is removed."""
+    """Nothing keeps two processes apart there, but they run, and stale files are removed."""
 
     def flock(handle, how):
         raise OSError(code, os.strerror(code))

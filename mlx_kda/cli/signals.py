@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..files import discard_passing
+from ..files import remove_temporary_files
 from .output import moves
 
 # The terminal was closed, or somebody ends the process: both deserve a clean end.
@@ -96,7 +96,7 @@ def _impatient(ear: socket.socket) -> None:
 
 def end_at_once() -> None:
     """Leave now, whatever the main thread is in; the terminal is left as it was."""
-    discard_passing()
+    remove_temporary_files()
     with contextlib.suppress(OSError):
         cursor = SHOW_CURSOR if moves(sys.stderr) else ""
         print(f"{cursor}\nmlx-kda: ended at once", file=sys.stderr, flush=True)

@@ -13,9 +13,9 @@ not from the order in which threads happened to run. ``runtime/checked.cpp`` say
 ordered; a write that does not change what the memory holds is never a race.
 
 What it cannot show: the effects of caches and of Apple's memory model, register pressure and
-occupancy, the watchdog, fast-math, the accuracy of Apple's own functions (the C library's are used
-here), and a load whose result nobody uses, which the compiler removes. A kernel whose threadgroups
-wait for one another does not end.
+occupancy, the GPU's watchdog, fast math, the accuracy of Apple's own functions (the C library's are
+used here), and a load whose result is not used, which the compiler removes. A kernel whose
+threadgroups wait for one another does not end.
 """
 
 from .call import EmulatedKernel
