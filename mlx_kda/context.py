@@ -1,29 +1,19 @@
-"""What a model has read: its cache and the ids absorbed into it, kept in step."""
+"""What a model has read: its cache and the ids absorbed into it, which always agree."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from .cache import Policy
-from .cache import snapshot as marks
-from .cache.checkpoints import Checkpoint, Checkpoints
-from .cache.making import cache_maker
+from .cache import Policy, checkpoints
+from .cache.checkpoints import Checkpoint, Checkpoints, Snapshot
+from .cache.latent_cache import cache_maker
 from .errors import UserError
-from .sampling import LogitsProcessor, Sampler, Sampling
-from .step import (
-    NonFiniteLogits,
-    cache_arrays,
-    check_finite,
-    checked_ids,
-    context_limit,
-    last_logits,
-    prefill_step,
-    takes_last_only,
-)
-from .token_buffer import History
+from .sampling import LogitsProcessor, Sampler, Sampling, TokenBuffer
+from .step import NonFiniteLogits, check_finite, checked_ids, prefill_step
 
 # Every so many decoded tokens MLX's cache of free buffers is emptied, so that buffers of
 # lengths that will not come again (attention over a growing cache) do not pile up.
@@ -33,15 +23,15 @@ Progress = Callable[[int, int], None]
 
 
 class Context:
-    """What a model has read: its cache, the ids absorbed into it, and the ways back.
+    """What a model has read: its cache, the ids absorbed into it, and checkpoints of both.
 
-    ``tokens`` and the cache never disagree. A token that ``decode`` has yielded is absorbed,
+    ``tokens`` and the cache always agree. A token that ``decode`` has yielded is absorbed,
     a stop token too, because decoding runs one step ahead: closing the iterator early leaves
     the cache as if exactly ``tokens`` had been prefilled. An error or a KeyboardInterrupt in the
     middle of a step undoes that step; logits that are not finite empty the context.
 
-    A recurrent state cannot be trimmed, so going back means going to a checkpoint: ``take`` one,
-    ``rewind`` to any length, and ``reuse`` what a new text shares with the old one.
+    A recurrent state cannot be trimmed, so going back means restoring a checkpoint: ``take`` one,
+    ``rewind`` to any length, and ``reuse`` the prefix that a new sequence shares with this one.
     """
 
     def __init__(
@@ -51,13 +41,18 @@ class Context:
         *,
         policy: str | Policy = "exact",
     ):
-        """An empty context; ``make_cache`` gives another cache than the policy's."""
+        """An empty context; ``make_cache`` replaces the policy's own cache.
+
+        Raises UserError for a policy that does not exist or does not suit the model.
+        """
         self.model = model
         self.policy = Policy.parse(policy)
         self._make_cache = make_cache or cache_maker(model, self.policy)
-        self.limit = context_limit(model)
+        self.limit = _context_limit(model)
         self.checkpoints = Checkpoints()
-        self._last_only = takes_last_only(model)
+        # Our models compute the last row of logits alone where asked to.
+        last_only = "last_only" in inspect.signature(type(model).__call__).parameters
+        self._last_only = {"last_only": True} if last_only else {}
         self.clear()
 
     def clear(self) -> None:
@@ -69,7 +64,7 @@ class Context:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cache now, room for tokens to come included; checkpoints are extra."""
+        """Bytes of the cache now, spare room included; checkpoints not included."""
         return sum(entry.nbytes for entry in self.cache if not entry.empty())
 
     @property
@@ -99,67 +94,77 @@ class Context:
         step = prefill_step() if step is None else step
         if step < 1:
             raise UserError(f"the prefill step must be at least 1 token, not {step}")
-        if self.room is not None and len(ids) > self.room:
+        done, total = 0, len(ids)
+        if self.room is not None and total > self.room:
             raise UserError(
-                f"{len(self.tokens) + len(ids):,} tokens do not fit the model's context of "
+                f"{len(self.tokens) + total:,} tokens do not fit the model's context of "
                 f"{self.limit:,}: shorten the text"
             )
         if progress is not None:
-            progress(0, len(ids))
-        stops = sorted(stops)
-        done = 0
-        while done < len(ids):
+            progress(0, total)
+        while done < total:
             here = len(self.tokens)
-            ahead = next((stop - here for stop in stops if stop > here), step)
+            ahead = min((stop - here for stop in stops if stop > here), default=step)
             chunk = ids[done : done + min(step, ahead)]
-            self._absorb(chunk, last=done + len(chunk) == len(ids))
             done += len(chunk)
-            self._checkpoint_on_the_way(stops, every)
+            self._absorb(chunk, last=done == total)
+            self._take_if_due(stops, every)
             if progress is not None:
-                progress(done, len(ids))
+                progress(done, total)
             mx.clear_cache()
 
     def _absorb(self, chunk: list[int], last: bool) -> None:
         with self._whole(len(chunk)):
+            self.logits = None
+            if not last or (len(chunk) > 1 and not self._last_only):
+                # Logits that nobody evaluates cost nothing. mlx-lm's own models give those of
+                # every row, gigabytes for a long chunk, so that they get the last token apart.
+                unread = chunk if not last else chunk[:-1]
+                self.model(mx.array([unread]), cache=self.cache)
             if last:
-                self.logits = self._logits(mx.array(chunk))
+                rest = chunk if self._last_only else chunk[-1:]
+                logits = self.model(mx.array([rest]), cache=self.cache, **self._last_only)
+                self.logits = logits[:, -1, :]
                 finite = mx.isfinite(self.logits).all()
                 mx.eval(self.logits, finite, self.states())
                 check_finite(finite, len(self.tokens) + len(chunk))
             else:
-                self.logits = None
-                # Logits that nobody evaluates cost nothing.
-                self.model(mx.array([chunk]), cache=self.cache)
                 mx.eval(self.states())
             self.tokens += chunk
 
-    def _checkpoint_on_the_way(self, stops: Collection[int], every: int | None) -> None:
+    def _take_if_due(self, stops: Collection[int], every: int | None) -> None:
         here = len(self.tokens)
         nearest = self.checkpoints.nearest(here)
         since = here - (nearest.offset if nearest else 0)
-        if marks.can_mark(self.cache) and (here in stops or (every and since >= every)):
-            self.take(automatic=True)
+        if here in stops or (every and since >= every):
+            self.take_automatic()
 
-    def take(self, *, automatic: bool = False) -> Checkpoint:
-        """A checkpoint of this place, kept in ``checkpoints`` (an automatic one may be thinned)."""
-        marks.check(self.cache)
-        point = marks.settle(marks.mark(self.cache))
-        checkpoint = Checkpoint(len(self.tokens), point, self.logits, automatic)
-        self.checkpoints.add(checkpoint)
-        return checkpoint
+    def take(self) -> Checkpoint:
+        """A checkpoint of the present state, kept in ``checkpoints`` until it is dropped."""
+        checkpoints.check_supported(self.cache)
+        return self._take(automatic=False)
+
+    def take_automatic(self) -> None:
+        """Keep a checkpoint that may be thinned, where the cache supports checkpoints."""
+        if checkpoints.supported(self.cache):
+            self._take(automatic=True)
+
+    def _take(self, automatic: bool) -> Checkpoint:
+        point = checkpoints.detach(checkpoints.snapshot(self.cache))
+        return self.checkpoints.add(len(self.tokens), point, self.logits, automatic)
 
     def rewind(self, to: Checkpoint | int, **options: Any) -> None:
-        """Go back to a checkpoint or a number of tokens, with logits to go on from.
+        """Go back to a checkpoint or a number of tokens, ready to decode from there.
 
         Between checkpoints the tokens since the nearest one before are read again; ``options`` as
-        for ``prefill``. Checkpoints beyond the place are dropped. Raises UserError for a
+        for ``prefill``. Checkpoints beyond that position are dropped. Raises UserError for a
         checkpoint that this context no longer has, and for a number beyond its tokens.
         """
         if isinstance(to, Checkpoint):
             if to not in self.checkpoints:
                 raise UserError(
-                    f"the checkpoint at {to.offset:,} tokens is not one of this text: it was "
-                    "dropped, or the text went back before it"
+                    f"the checkpoint at {to.offset:,} tokens is not valid here: it was dropped, or "
+                    "the context was rewound to before it"
                 )
             to = to.offset
         if not 0 <= to <= len(self.tokens):
@@ -169,10 +174,10 @@ class Context:
         self.prefill(ids[len(self.tokens) :], **options)
 
     def reuse(self, ids: Sequence[int]) -> int:
-        """Go back to the longest prefix of ``ids`` that needs no reading; the tokens it has.
+        """Go back to the longest prefix of ``ids`` that need not be read again; its length n.
 
-        That is all that was absorbed, a checkpoint of it, or nothing. It is followed by
-        ``prefill(ids[n:])``; where n is all of ``ids`` there are logits to go on from.
+        That is all that was absorbed, a checkpoint of it, or nothing. To be followed by
+        ``prefill(ids[n:])``; where n is all of ``ids`` the context is ready to decode.
         """
         common = _common(self.tokens, ids)
         if common == len(self.tokens) and (common < len(ids) or self.logits is not None):
@@ -186,24 +191,24 @@ class Context:
         if not usable:
             self.clear()
             return 0
-        self._restore(usable[-1].mark, usable[-1].offset, usable[-1].logits)
+        self._restore(usable[-1].snapshot, usable[-1].offset, usable[-1].logits)
         return len(self.tokens)
 
     def fork(self) -> "Context":
-        """Another context that has read the same, checkpoints included; each goes its own way.
+        """An independent context that has read the same, checkpoints included.
 
-        Nothing is copied until one of the two goes on, and then the last block of latents only.
+        Nothing is copied until one of the two continues, and then the last block of latents only.
         """
-        marks.check(self.cache)
+        checkpoints.check_supported(self.cache)
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.tokens = list(self.tokens)
-        other.cache = marks.clone(self.cache)
+        other.cache = checkpoints.copy(self.cache)
         other.checkpoints = self.checkpoints.copy()
         return other
 
-    def _restore(self, point: marks.Mark, offset: int, logits: mx.array | None) -> None:
-        marks.restore(self.cache, point)
+    def _restore(self, point: Snapshot, offset: int, logits: mx.array | None) -> None:
+        checkpoints.restore(self.cache, point)
         del self.tokens[offset:]
         self.logits = logits
         self.checkpoints.drop_after(offset)
@@ -215,51 +220,49 @@ class Context:
         sampler: Sampler | None = None,
         logits_processors: Sequence[LogitsProcessor] = (),
         seed: int | None = None,
-    ) -> Iterator[int]:
+    ) -> Generator[int, None, None]:
         """Yield up to ``max_tokens`` new tokens, each of them absorbed when it is yielded.
 
         ``sampler``, ``logits_processors`` and ``seed`` as in ``Sampling``.
         """
         if self.logits is None:
-            raise UserError("nothing to go on from: prefill at least one token")
+            raise UserError("nothing to continue from: prefill at least one token")
         if max_tokens <= 0:
             return
         if self.room is not None:
             max_tokens = min(max_tokens, self.room)
         sampling = Sampling(sampler, logits_processors, seed)
-        history = History(self.tokens) if logits_processors else None
+        buffer = TokenBuffer(self.tokens) if logits_processors else None
         finite = mx.isfinite(self.logits).all()
-        token = sampling.draw(self.logits, history and history.before(), len(self.tokens))
+        token = sampling.draw(self.logits, len(self.tokens), buffer)
         mx.async_eval(token, finite)
         for n in range(max_tokens):
             with self._whole(1):
                 # The next step is on its way before this token is read.
-                self.logits = self._logits(token)
-                if history is not None:
-                    history.extend(token)
-                finite_ahead = mx.isfinite(self.logits).all()
-                before = history and history.before()
-                ahead = sampling.draw(self.logits, before, len(self.tokens) + 1)
+                logits = self.model(token[None], cache=self.cache, **self._last_only)[:, -1, :]
+                if buffer is not None:
+                    buffer.extend(token)
+                finite_ahead = mx.isfinite(logits).all()
+                ahead = sampling.draw(logits, len(self.tokens) + 1, buffer)
+                self.logits = logits
                 mx.async_eval(ahead, finite_ahead, self.states())
                 check_finite(finite, len(self.tokens))
-                self.tokens.append(token.item())
+                self.tokens.append(cast(int, token.item()))
             yield self.tokens[-1]
             token, finite = ahead, finite_ahead
             if n % CLEAR_EVERY == CLEAR_EVERY - 1:
                 mx.clear_cache()
 
-    def _logits(self, tokens: mx.array) -> mx.array:
-        """Absorb tokens [T]; logits [1, vocabulary] of the last one, not evaluated yet."""
-        return last_logits(self.model, tokens, self.cache, self._last_only)
-
     def states(self) -> list[Any]:
         """Every array of the cache, to be evaluated with a step."""
-        return cache_arrays(self.cache)
+        # All of them, every step: a lazy counter left behind is a graph that never ends.
+        return [entry.state for entry in self.cache if not entry.empty()]
 
     @contextmanager
     def _whole(self, tokens: int) -> Iterator[None]:
         """A step of so many tokens is absorbed by every layer, or by none."""
-        before = marks.mark(self.cache, tokens) if marks.can_mark(self.cache) else None
+        supported = checkpoints.supported(self.cache)
+        before = checkpoints.snapshot(self.cache, tokens) if supported else None
         offset, logits = len(self.tokens), self.logits
         try:
             yield
@@ -269,6 +272,15 @@ class Context:
             else:
                 self._restore(before, offset, logits)
             raise
+
+
+def _context_limit(model: nn.Module) -> int | None:
+    """Longest context in tokens that the model's config allows, None where it names none."""
+    config = getattr(model, "args", None) or getattr(model, "config", None)
+    for name in ("model_max_length", "max_position_embeddings"):
+        if limit := getattr(config, name, None):
+            return int(limit)
+    return None
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -1,14 +1,12 @@
 """From a prompt to text: streaming pieces, stop tokens and statistics.
 
-``stream_generate`` takes a prompt; ``decode_text`` goes on from a ``Context`` that has
-absorbed one already. Both run on ``Context``, which prefills in chunks and decodes one step
-ahead, and which says what the cache holds when an iterator is closed early.
+``stream_generate`` takes a prompt; ``decode_text`` continues a ``Context`` that has absorbed one.
 """
 
 import resource
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from . import prompt_lookup as lookup
+from . import prompt_lookup
 from .context import Context, Progress
 from .errors import UserError
 from .sampling import LogitsProcessor, Sampler, Sampling
@@ -24,11 +22,11 @@ from .sampling import LogitsProcessor, Sampler, Sampling
 
 @dataclass
 class Statistics:
-    """What a generation has cost so far. Seconds are wall clock, memory is in bytes.
+    """The cost of a generation so far. Seconds are wall clock, memory is in bytes.
 
     ``prompt_tokens`` = ``reused_tokens`` (in the context before) + ``prefilled_tokens``.
     ``drafted_tokens`` were guessed by speculation and ``accepted_tokens`` of them were right.
-    ``policy`` is what the context keeps of its latents, ``cache_bytes`` what that takes now.
+    ``policy`` is the context's cache policy, ``cache_bytes`` the size of its cache now.
     ``peak_memory`` is MLX's own peak where it keeps one, else the process's largest resident
     size; ``peak_memory_source`` says which ("mlx" or "process").
     """
@@ -49,12 +47,12 @@ class Statistics:
 
     @property
     def prompt_tps(self) -> float:
-        """Tokens prefilled a second."""
+        """Tokens prefilled per second."""
         return self.prefilled_tokens / self.prompt_seconds if self.prompt_seconds else 0.0
 
     @property
     def generation_tps(self) -> float:
-        """Tokens generated a second."""
+        """Tokens generated per second."""
         return self.generation_tokens / self.generation_seconds if self.generation_seconds else 0.0
 
     @property
@@ -63,12 +61,12 @@ class Statistics:
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None
 
     def measure_memory(self, context: Context) -> None:
-        """Take the peak up to now and the size of the context."""
+        """Record the peak so far and the size of the context."""
         self.peak_memory, self.peak_memory_source = peak_memory()
         self.policy, self.cache_bytes = str(context.policy), context.nbytes
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it, the rates too, for JSON."""
+        """All fields and the rates, for JSON."""
         rates = {"prompt_tps": self.prompt_tps, "generation_tps": self.generation_tps}
         return {**asdict(self), **rates, "acceptance": self.acceptance}
 
@@ -114,13 +112,13 @@ def decode_text(
     seed: int | None = None,
     speculate: bool = False,
     statistics: Statistics | None = None,
-) -> Iterator[Piece]:
-    """Go on from what ``context`` has absorbed and yield a piece for every token.
+) -> Generator[Piece, None, None]:
+    """Continue what ``context`` has absorbed and yield a piece for every token.
 
     Ends at the first token in ``stop_ids`` (by id; default: all the tokenizer's end tokens;
     an empty list stops at none) or after ``max_tokens``. ``speculate`` verifies guesses by
-    ``lookup``: the same tokens, in fewer passes where the text repeats itself. ``statistics`` is
-    written as it goes; each piece holds a copy.
+    ``prompt_lookup``: the same tokens, in fewer passes where the text repeats itself.
+    ``statistics`` is updated on the way; each piece holds a copy.
     """
     statistics = Statistics() if statistics is None else statistics
     stops = frozenset(tokenizer.eos_token_ids if stop_ids is None else stop_ids)
@@ -130,10 +128,10 @@ def decode_text(
     if context.room is not None:
         max_tokens = min(max_tokens, context.room)
     start = time.perf_counter()
-    acceptance = lookup.Acceptance()
+    acceptance = prompt_lookup.Acceptance()
     if speculate:
         sampling = Sampling(sampler, logits_processors, seed)
-        tokens = lookup.decode(context, max_tokens, sampling, acceptance)
+        tokens = prompt_lookup.decode(context, max_tokens, sampling, acceptance)
     else:
         tokens = context.decode(
             max_tokens, sampler=sampler, logits_processors=logits_processors, seed=seed
@@ -177,11 +175,11 @@ def stream_generate(
     stops: Collection[int] = (),
     every: int | None = None,
     statistics: Statistics | None = None,
-) -> Iterator[Piece]:
-    """Prefill ``prompt`` and yield what the model says, piece by piece.
+) -> Generator[Piece, None, None]:
+    """Prefill ``prompt`` and yield what the model generates, piece by piece.
 
-    A text prompt is encoded by the tokenizer as it stands, without a chat template. With a
-    ``context`` the prompt goes on from what that has absorbed. Raises UserError for an empty
+    A text prompt is encoded by the tokenizer as it is, without a chat template. With a
+    ``context`` the prompt continues what that has absorbed. Raises UserError for an empty
     prompt, a negative ``max_tokens`` and a prompt longer than the model's context at once,
     and NonFiniteLogits from the iterator. See ``Context.prefill`` for ``stops`` and ``every``, and
     ``Context`` for what the cache holds when the iterator is closed early.
@@ -201,11 +199,11 @@ def stream_generate(
     statistics.reused_tokens = len(context.tokens)
     statistics.prompt_tokens = statistics.reused_tokens + len(ids)
 
-    def pieces() -> Iterator[Piece]:
+    def pieces() -> Generator[Piece, None, None]:
         start = time.perf_counter()
         try:
             context.prefill(ids, step=prefill_step, progress=progress, stops=stops, every=every)
-        finally:  # an interrupted prefill has read what it has read
+        finally:  # an interrupted prefill counts as well
             statistics.prefilled_tokens = max(len(context.tokens) - statistics.reused_tokens, 0)
             statistics.prompt_seconds = time.perf_counter() - start
             statistics.measure_memory(context)
@@ -227,15 +225,15 @@ def stream_generate(
 def encode_prompt(tokenizer: Any, prompt: str | Sequence[int] | mx.array) -> list[int]:
     """Token ids of a prompt given as text, as ids, or as an array [T] or [1, T].
 
-    Raises UserError for what is none of these, such as a batch.
+    Raises UserError for anything else, such as a batch.
     """
     if isinstance(prompt, str):
         return list(tokenizer.encode(prompt))
-    shape = getattr(prompt, "shape", None)  # of an array of MLX, numpy or another library
-    if shape is not None:
-        if len(shape) != 1 and (len(shape) != 2 or shape[0] != 1):
-            raise UserError(f"a prompt is one text: ids [T] or [1, T], not {list(shape)}")
-        return prompt.reshape(-1).tolist()
+    array: Any = prompt if hasattr(prompt, "shape") else None  # MLX's, numpy's or another's
+    if array is not None:
+        if array.ndim != 1 and (array.ndim != 2 or len(array) != 1):
+            raise UserError(f"a prompt is one sequence: ids [T] or [1, T], not {list(array.shape)}")
+        return array.reshape(-1).tolist()
     if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Iterable):
         raise UserError(f"a prompt is a text or token ids, not {type(prompt).__name__}")
-    return list(prompt)
+    return [*prompt]

@@ -9,8 +9,8 @@ from pathlib import Path
 import mlx.core as mx
 
 from .cache import Policy
+from .cache.policy import describe
 from .cache.quantized_rows import WORKSPACE
-from .cache.report import describe
 from .errors import UserError
 from .format import size as words
 from .models.hybrid_config import KDA, MLA, MOE, HybridConfig

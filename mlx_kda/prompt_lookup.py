@@ -1,38 +1,38 @@
-"""Speculative decoding without a draft model: guess that the text repeats itself.
+"""Speculative decoding without a draft model: guess that the sequence repeats itself.
 
-The last tokens are looked up earlier in the text; what followed them there is guessed to follow
-again, and one forward pass over the guess says how far it is right. Every token is drawn from the
-model's own logits as in plain decoding. A pass reads the weights once for all its tokens, but the
-states and the attention take them one by one, as plain steps do: where MLX's matrix products give a
-row the same bits beside other rows as by itself (they do on its CPU build), the text is the same.
-Where they do not, tokens may differ that rounding decides.
+The last tokens are looked up earlier in the sequence; what followed them there is guessed to follow
+again, and one forward pass over the guess tells how much of it is right. Every token is drawn from
+the model's own logits as in plain decoding. A pass reads the weights once for all its tokens, but
+the states and the attention absorb them one by one, as plain steps do: where MLX's matrix products
+give a row the same bits beside other rows as alone (they do in its CPU build), the tokens are the
+same. Where they do not, tokens that hang on a rounding may differ.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
-from .cache import snapshot as marks
+from .cache import checkpoints
 from .context import CLEAR_EVERY, Context
 from .errors import UserError
-from .sampling import Sampling
+from .sampling import Sampling, TokenBuffer
 from .step import check_finite
-from .token_buffer import History
 
 MOST = 7  # guessed tokens verified in one pass
 NGRAMS = (4, 3, 2)  # lengths of the ending that is looked up, the longest first
-SPAN = 65_536  # tokens back from the end that are searched
-# Tokens read again with the next guess after a wrong one; beyond, they are read once and for all.
+SPAN = 65_536  # last tokens in which it is looked up
+# After a wrong guess up to so many tokens are read again with the next guess; more of them are read
+# without a guess, and kept.
 REPLAY = 8
 AHEAD = REPLAY + 1 + 2 * MOST  # no pass is over more tokens
 
 
 @dataclass
 class Acceptance:
-    """What speculation came to: tokens guessed, guesses that were right, forward passes."""
+    """Tokens guessed, guesses that were right, and forward passes."""
 
     drafted: int = 0
     accepted: int = 0
@@ -40,7 +40,7 @@ class Acceptance:
 
 
 class Index:
-    """Where each ending of a text has occurred last before, kept up to date token by token."""
+    """Where each ending of a sequence last occurred before, kept up to date token by token."""
 
     def __init__(self, tokens: Sequence[int]):
         self.tokens: list[int] = []
@@ -57,7 +57,7 @@ class Index:
         self.tokens.append(token)
 
     def guess(self, most: int) -> list[int]:
-        """Up to ``most`` tokens that followed the longest known ending of the text."""
+        """Up to ``most`` tokens that followed the longest known ending."""
         for n in NGRAMS:
             if len(self.tokens) >= n:
                 at = self._after.get(tuple(self.tokens[-n:]))
@@ -72,42 +72,41 @@ def decode(
     sampling: Sampling,
     acceptance: Acceptance,
     most: int = MOST,
-) -> Iterator[int]:
-    """Yield what ``context.decode`` yields, with fewer passes where the text repeats itself.
+) -> Generator[int, None, None]:
+    """Yield what ``context.decode`` yields, in fewer passes where the sequence repeats itself.
 
-    While the iterator is open the context's cache runs ahead of its tokens or behind; once it is
-    closed or at its end the context has absorbed exactly the tokens yielded.
+    While the iterator is open the context's cache may be ahead of its tokens or behind; once it is
+    closed or exhausted the context has absorbed exactly the tokens yielded.
     """
     if context.logits is None:
-        raise UserError("nothing to go on from: prefill at least one token")
-    marks.check(context.cache)
+        raise UserError("nothing to continue from: prefill at least one token")
+    checkpoints.check_supported(context.cache)
     if context.room is not None:
         max_tokens = min(max_tokens, context.room)
     if max_tokens <= 0:
         return
     index = Index(context.tokens[-SPAN:])
-    anchor = marks.mark(context.cache, AHEAD)
+    anchor = checkpoints.snapshot(context.cache, AHEAD)
     since: list[int] = []  # yielded after the anchor
     check_finite(mx.isfinite(context.logits).all(), len(context.tokens))
-    history = History(context.tokens) if sampling.processors else None
-    before = history and history.before()
-    token = sampling.draw(context.logits, before, len(context.tokens)).item()
+    buffer = TokenBuffer(context.tokens) if sampling.processors else None
+    token = cast(int, sampling.draw(context.logits, len(context.tokens), buffer).item())
     left = max_tokens
     try:
         while True:
             since.append(token)
             index.append(token)
-            if history is not None:
-                history.extend(mx.array([token]))
+            if buffer is not None:
+                buffer.extend(mx.array([token]))
             left -= 1
             yield token
             if not left:
                 return
             guess = index.guess(min(most, left - 1)) if len(since) <= REPLAY else []
-            logits, drawn = _verify(context, since, guess, sampling, history)
+            logits, drawn = _verify(context, since, guess, sampling, buffer)
             right = next((i for i, t in enumerate(guess) if drawn[i] != t), len(guess))
-            if history is not None:
-                history.cut(len(context.tokens) + len(since) + right)
+            if buffer is not None:
+                buffer.cut(len(context.tokens) + len(since) + right)
             acceptance.drafted += len(guess)
             acceptance.accepted += right
             acceptance.passes += 1
@@ -122,12 +121,12 @@ def decode(
             if right == len(guess):
                 context.tokens += since
                 context.logits = logits
-                anchor, since = marks.mark(context.cache, AHEAD), []
+                anchor, since = checkpoints.snapshot(context.cache, AHEAD), []
             else:
-                marks.restore(context.cache, anchor)
+                checkpoints.restore(context.cache, anchor)
     finally:
         if since:
-            marks.restore(context.cache, anchor)
+            checkpoints.restore(context.cache, anchor)
             with _one_by_one(context.cache):
                 context.prefill(since)
 
@@ -137,31 +136,28 @@ def _verify(
     since: list[int],
     guess: list[int],
     sampling: Sampling,
-    history: History | None,
+    buffer: TokenBuffer | None,
 ) -> tuple[mx.array, list[int]]:
     """Logits after everything, and the token drawn after ``since`` and after each guess.
 
-    ``history`` holds what comes before the guess, and the guess too in the end.
+    ``buffer`` holds what comes before the guess, and the guess too in the end.
     """
     with _one_by_one(context.cache):
         out = context.model(mx.array([since + guess]), cache=context.cache)[0]
     rows = [out[i : i + 1] for i in range(len(since) - 1, len(since) + len(guess))]
     known = len(context.tokens) + len(since)
-    if history is not None and guess:
-        history.extend(mx.array(guess))
-    drawn = [
-        sampling.draw(row, history and history.before(known + i), known + i)
-        for i, row in enumerate(rows)
-    ]
+    if buffer is not None and guess:
+        buffer.extend(mx.array(guess))
+    drawn = [sampling.draw(row, known + i, buffer) for i, row in enumerate(rows)]
     finite = mx.isfinite(out).all()
     mx.eval(drawn, finite, rows[-1], context.states())
     check_finite(finite, known)
-    return rows[-1], [token.item() for token in drawn]
+    return rows[-1], [cast(int, token.item()) for token in drawn]
 
 
 @contextmanager
 def _one_by_one(cache: list[Any]) -> Iterator[None]:
-    """Let the layers absorb the tokens of a pass as so many steps would."""
+    """Let the layers absorb the tokens of a pass one by one, as steps of decoding do."""
     for entry in cache:
         entry.one_by_one = True
     try:

@@ -1,36 +1,65 @@
-"""A session: one text or conversation with a model, that is read once and can be taken back.
+"""A session: a prompt or conversation with one model, which can be rewound, forked and saved.
 
-``Session`` puts together a ``Context`` (cache, tokens, checkpoints), the messages of a conversation
-and files on disk. Each turn reads its new tokens only.
+``Session`` combines a ``Context`` (cache, tokens, checkpoints), the messages of a conversation and
+session files. Each turn reads its new tokens only.
 """
 
+import hashlib
+import inspect
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
-from .cache import DEFAULT_BUDGET, Policy, files
-from .cache import snapshot as marks
+from .cache import DEFAULT_BUDGET, Policy, session_format
 from .cache.checkpoints import Checkpoint
-from .cache.report import LayerReport, report
+from .cache.policy import LayerReport, describe
 from .context import Context, Progress
 from .errors import CheckpointError, UserError
 from .generate import Piece, Statistics, decode_text, encode_prompt, stream_generate
 from .transcript import Message, Transcript, checked
 
 CHECKPOINT_EVERY = 8192
+FINGERPRINT_VALUES = 64  # of each parameter
+
+
+def fingerprint(model: nn.Module) -> str:
+    """16 hex digits that tell one model from another: a saved state fits no other weights.
+
+    Over the config, and each parameter's name, shape, dtype and some values; another quantisation
+    or dtype of the same weights is another model.
+    """
+    digest = hashlib.sha256(repr(getattr(model, "args", None)).encode())
+    parameters = sorted(dict(tree_flatten(model.parameters())).items())
+    samples = [_bits(array) for _, array in parameters]
+    mx.eval(samples)
+    for (name, array), sample in zip(parameters, samples, strict=True):
+        digest.update(f"{name} {array.shape} {array.dtype}".encode())
+        digest.update(str(sample.tolist()).encode())
+    return digest.hexdigest()[:16]
+
+
+def _bits(array: mx.array) -> mx.array:
+    """The bits of values spread evenly over the array, whatever its dtype."""
+    flat = array.reshape(-1)[:: max(1, array.size // FINGERPRINT_VALUES)]
+    carrier = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}[array.dtype.size]
+    return mx.contiguous(flat).view(carrier)
+
+
+Pieces = Generator[Piece, None, None]
 
 
 class Session:
-    """A conversation or a long text with one model, in one cache under one policy.
+    """A conversation or a long prompt with one model, in one cache under one policy.
 
-    ``messages`` are {"role", "content"}; an answer that was stopped early is kept as far as it
-    came. ``tokens`` is what the cache has absorbed, ``statistics`` what the last generation cost.
-    Automatic checkpoints are taken at the ends of messages and after every ``checkpoint_every``
-    tokens of prefill, in at most ``checkpoint_bytes``, and thinned from the oldest. One answer is
-    given at a time: whatever else is asked of the session closes the iterator of one that is open.
+    ``messages`` are {"role", "content"}; an answer that was stopped early is kept up to there.
+    ``tokens`` are the ids that the cache has absorbed, ``statistics`` the cost of the last
+    generation. Automatic checkpoints are taken at the ends of messages and after every
+    ``checkpoint_every`` tokens of prefill, in at most ``checkpoint_bytes``, and thinned from the
+    oldest. One answer is generated at a time: any other method closes an iterator that is open.
     """
 
     def __init__(
@@ -44,7 +73,7 @@ class Session:
         checkpoint_every: int = CHECKPOINT_EVERY,
         checkpoint_bytes: int = DEFAULT_BUDGET,
     ):
-        """An empty session. Raises UserError for a policy that makes no sense for the model."""
+        """An empty session. Raises UserError for a policy that does not suit the model."""
         self.tokenizer = tokenizer
         self.context = Context(model, policy=policy)
         self.context.checkpoints.budget = checkpoint_bytes
@@ -53,11 +82,11 @@ class Session:
         self.system = system
         self.statistics: Statistics | None = None
         self.transcript = Transcript()
-        self._open: Generator[Piece, None, None] | None = None
+        self._open: Pieces | None = None
         self.reset()
 
     def reset(self) -> None:
-        """Begin again, with the system message only."""
+        """Start again, with the system message only."""
         self._close()
         self.context.clear()
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
@@ -78,26 +107,22 @@ class Session:
         return self.context.policy
 
     def layers(self) -> list[LayerReport]:
-        """What was asked of each layer's cache, what is in force, and its bytes."""
-        return report(self.context.model, self.policy, self.context.cache)
-
-    def _giving(self, pieces: Generator[Piece, None, None]) -> Iterator[Piece]:
-        """``pieces``, remembered as the answer that is open."""
-        self._open = pieces
-        return pieces
+        """The policy asked for and in force for each layer's cache, and its bytes."""
+        model = self.context.model
+        return describe(model.args, self.policy, model.model.dtype, self.context.cache)
 
     def _close(self) -> None:
-        """Close an answer that is open: closed later, it would change what came after it."""
-        if self._open is not None and not self._open.gi_running:  # (in its own callback)
-            self._open.close()
+        """Close an open iterator: closed later, it would change what came after it."""
+        if self._open is not None and inspect.getgeneratorstate(self._open) != "GEN_RUNNING":
+            self._open.close()  # (it is running where one of its own callbacks calls)
             self._open = None
 
-    # A text
+    # A prompt
 
     def prefill(
         self, prompt: str | Sequence[int] | mx.array, *, progress: Progress | None = None
     ) -> None:
-        """Absorb ids, or a text as the tokenizer encodes it, after what was absorbed before."""
+        """Absorb ids, or text as the tokenizer encodes it, after what was absorbed before."""
         ids = encode_prompt(self.tokenizer, prompt)
         self._close()
         self.context.prefill(
@@ -105,10 +130,10 @@ class Session:
         )
 
     def generate(self, max_tokens: int = 256, **options: Any) -> Iterator[Piece]:
-        """Go on from the last token absorbed, piece by piece; ``options`` as for ``decode_text``.
+        """Continue from the last token absorbed; ``options`` as for ``decode_text``.
 
-        A token is absorbed when its piece is yielded; closing the iterator early keeps those. An
-        answer that the session ends in goes on as the same message.
+        A token is absorbed when its piece is yielded; closing the iterator early keeps those. Where
+        the session ends in an answer, that message is continued.
         """
         if max_tokens < 0:
             raise UserError(f"max_tokens must be 0 or more, not {max_tokens}")
@@ -116,7 +141,7 @@ class Session:
         self.statistics = options.pop("statistics", None) or Statistics()
         self.statistics.prompt_tokens = len(self.context.tokens)
         self.statistics.reused_tokens = len(self.context.tokens)
-        pieces = decode_text(
+        self._open = decode_text(
             self.context,
             self.tokenizer,
             max_tokens=max_tokens,
@@ -126,7 +151,9 @@ class Session:
         transcript = self.transcript
         end = transcript.said.get(len(transcript.messages) - 1)
         in_answer = end == len(transcript.ids) and transcript.ids == self.context.tokens
-        return self._giving(self._say(transcript.ids, pieces) if in_answer else pieces)
+        if in_answer:
+            self._open = self._record(transcript.ids, self._open)
+        return self._open
 
     # A conversation
 
@@ -139,12 +166,13 @@ class Session:
         statistics: Statistics | None = None,
         **options: Any,
     ) -> Iterator[Piece]:
-        """Answer a list of messages, or a text as the next message, piece by piece.
+        """Answer a list of messages, or a text as the next user message, piece by piece.
 
-        What the messages share with what was read before is not read again: all of it where they
-        go on from there, else as much as the last usable checkpoint holds. ``options`` as for
-        ``decode_text``. The messages and whatever was answered are kept when the iterator is closed
-        early or ``progress`` raises. What does not fit raises UserError at once and is not kept.
+        The prefix that the messages share with what was read before is not read again: all of it
+        where they continue it, else as much as the last usable checkpoint holds. ``options`` as for
+        ``decode_text``. The messages and the answer so far are kept when the iterator is closed
+        early or ``progress`` raises. Messages that do not fit raise UserError at once, and are not
+        kept.
         """
         self._close()
         if isinstance(messages, str):
@@ -155,16 +183,14 @@ class Session:
         if context.limit is not None and len(wanted) > context.limit:
             raise UserError(
                 f"the conversation of {len(wanted):,} tokens is longer than the model's context "
-                f"of {context.limit:,}: shorten the message or begin again"
+                f"of {context.limit:,}: shorten the message or start again"
             )
-        read = len(context.tokens)
-        goes_on = context.logits is not None and wanted[:read] == context.tokens
-        if goes_on and marks.can_mark(context.cache):
-            context.take(automatic=True)  # the end of the answer before
+        if context.logits is not None and wanted[: len(context.tokens)] == context.tokens:
+            context.take_automatic()  # the end of the previous answer
         kept = context.reuse(wanted)
         stops = [*self._ends(messages, wanted), len(wanted)]
         self.statistics = Statistics() if statistics is None else statistics
-        transcript.go_on(messages, wanted)
+        transcript.update(messages, wanted)
         pieces = stream_generate(
             context.model,
             self.tokenizer,
@@ -177,7 +203,8 @@ class Session:
             statistics=self.statistics,
             **options,
         )
-        return self._giving(self._answer(wanted, pieces))
+        self._open = self._answer(wanted, pieces)
+        return self._open
 
     def _ends(self, messages: list[Message], wanted: list[int]) -> list[int]:
         """Where in ``wanted`` the system message ends, and the one before the last."""
@@ -191,13 +218,13 @@ class Session:
                 ends.append(len(ids))
         return ends
 
-    def _answer(self, wanted: list[int], pieces: Iterator[Piece]) -> Iterator[Piece]:
+    def _answer(self, wanted: list[int], pieces: Pieces) -> Pieces:
         answer = {"role": "assistant", "content": ""}
         self.transcript.messages = [*self.transcript.messages, answer]
-        yield from self._say(wanted, pieces)
+        yield from self._record(wanted, pieces)
 
-    def _say(self, before: list[int], pieces: Iterator[Piece]) -> Iterator[Piece]:
-        """Add what comes to the last message; ``before`` are the ids that stand before it."""
+    def _record(self, before: list[int], pieces: Pieces) -> Pieces:
+        """Add the pieces to the last message; ``before`` are all ids before them."""
         transcript = self.transcript
         answer = transcript.messages[-1]
         said: list[int] = []
@@ -213,52 +240,55 @@ class Session:
             transcript.said[len(transcript.messages) - 1] = len(transcript.ids)
 
     def undo(self) -> str | None:
-        """Take back the last user message and all after it; its text, or None if there is none.
+        """Remove the last user message and all after it; its text, or None if there is none.
 
-        The context goes back to the last checkpoint before; what lies between is read again with
-        the next message.
+        The context goes back to the last checkpoint before it; the tokens between are read again
+        with the next message.
         """
         self._close()
-        at = max((i for i, m in enumerate(self.messages) if m["role"] == "user"), default=None)
+        at = self._last_user_message()
         if at is None:
             return None
         text, kept = self.messages[at]["content"], self.messages[:at]
         transcript = self.transcript
         ids = transcript.ids_for(self.tokenizer, kept, answer=False) if kept else []
-        transcript.go_on(kept, ids)
+        transcript.update(kept, ids)
         self.context.reuse(ids)
         return text
 
     def regenerate(self, **options: Any) -> Iterator[Piece]:
         """Answer the last user message again; ``options`` as for ``send``."""
-        at = max((i for i, m in enumerate(self.messages) if m["role"] == "user"), default=None)
+        at = self._last_user_message()
         if at is None:
             raise UserError("there is no message to answer yet")
         return self.send(self.messages[: at + 1], **options)
 
+    def _last_user_message(self) -> int | None:
+        return max((i for i, m in enumerate(self.messages) if m["role"] == "user"), default=None)
+
     def set_system(self, text: str | None) -> None:
-        """Another system message, or none; the conversation stays and is read again."""
+        """Replace the system message; the conversation is kept, and read again."""
         self._close()
         self.system = text
         rest = [m for m in self.messages if m["role"] != "system"]
         first = [] if text is None else [{"role": "system", "content": text}]
         self.transcript = Transcript([*first, *rest])
 
-    # Places in it
+    # Checkpoints
 
     def checkpoint(self) -> Checkpoint:
-        """A checkpoint of this place that stays until it is dropped or the text goes back."""
+        """A checkpoint of the present state, valid until dropped or rewound to before it."""
         self._close()
         return self.context.take()
 
     def drop(self, checkpoint: Checkpoint) -> None:
-        """Forget a checkpoint."""
+        """Drop a checkpoint."""
         self.context.checkpoints.drop(checkpoint)
 
     def rewind(self, to: Checkpoint | int, *, progress: Progress | None = None) -> None:
         """Go back to a checkpoint or a number of tokens; see ``Context.rewind``.
 
-        Messages beyond the place are forgotten, an answer that it lies in is cut there.
+        Messages beyond that position are removed, those after the last complete answer too.
         """
         self._close()
         self.context.rewind(
@@ -275,7 +305,7 @@ class Session:
         transcript.ids = transcript.ids[: said.get(last, 0)]
 
     def fork(self) -> "Session":
-        """Another session that has read and said the same; each goes its own way from here."""
+        """An independent session with the same content."""
         self._close()
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
@@ -291,9 +321,10 @@ class Session:
     def save(self, path: str | Path) -> None:
         """Write the session to a file; an older file there is replaced once this one is whole."""
         self._close()
-        files.save(
+        session_format.save(
             path,
             self.context,
+            fingerprint(self.context.model),
             {
                 "messages": self.messages,
                 "system": self.system,
@@ -304,11 +335,11 @@ class Session:
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module, tokenizer: Any, **options: Any) -> "Session":
-        """The session that ``save`` wrote; ``options`` as for a new one, but for its policy.
+        """The session that ``save`` wrote; ``options`` as for a new one, except for the policy.
 
-        Raises CheckpointError for a file that is no session, is damaged, or is another model's.
+        Raises CheckpointError for a file that is not a session, is damaged, or is another model's.
         """
-        arrays, metadata = files.read(path, model)
+        arrays, metadata = session_format.read(path, fingerprint(model))
         kept = metadata["session"]
         try:
             session = cls(model, tokenizer, metadata["policy"], **options)
@@ -320,5 +351,5 @@ class Session:
             session.system = kept["system"]
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{Path(path).name} has a damaged header: {error}") from error
-        files.fill(session.context, arrays, metadata, Path(path).name)
+        session_format.restore(session.context, arrays, metadata, Path(path).name)
         return session

@@ -1,7 +1,7 @@
-"""Messages as token ids, so that what the model said stays as the ids it said.
+"""Messages as token ids, in which an answer keeps the ids that the model generated.
 
-The cache never has to be taken back for a new turn: the chat template is asked what stands after an
-answer, and the answer itself is never encoded again.
+A new turn never has to rewind the cache: the chat template tells which ids follow an answer, and
+the answer itself is never encoded again.
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ def chat_ids(tokenizer: Any, messages: list[Message], *, answer: bool = True) ->
     """Token ids of ``messages`` under the chat template; ``answer`` adds the answer's opening."""
     if not tokenizer.has_chat_template:
         raise UserError(
-            "this model has no chat template: use mlx-kda generate --raw to go on from a text"
+            "this model has no chat template: use mlx-kda generate --raw to continue a text"
         )
     return list(tokenizer.apply_chat_template(messages, add_generation_prompt=answer))
 
@@ -28,7 +28,7 @@ def chat_ids(tokenizer: Any, messages: list[Message], *, answer: bool = True) ->
 class Transcript:
     """Messages, and the ids that the context was given for them.
 
-    said: index of an answer -> length of ``ids`` through that answer, without its end token.
+    said: index of an answer -> length of ``ids`` up to its end, without its end token.
     """
 
     messages: list[Message] = field(default_factory=list)
@@ -36,11 +36,11 @@ class Transcript:
     said: dict[int, int] = field(default_factory=dict)
 
     def ids_for(self, tokenizer: Any, messages: list[Message], *, answer: bool = True) -> list[int]:
-        """Every id that the context has to hold for ``messages``, known answers as they were said.
+        """The ids of ``messages``, with known answers as the model generated them.
 
-        The template's own text with placeholders for the answers is cut at the last known answer;
-        what follows is then known without encoding the answer's text, which need not give the ids
-        that the model chose. Where a template rewrites what went before, all is encoded anew.
+        The template is rendered with placeholders for the known answers and cut after the last one;
+        what follows is used without encoding the answer's text, which need not give the ids that
+        the model chose. Where a template rewrites earlier turns, all of it is encoded again.
         """
         last = self._last_known(messages)
         if last is not None:
@@ -55,8 +55,8 @@ class Transcript:
                 return self.ids[: self.said[last]] + full[len(before) :]
         return chat_ids(tokenizer, messages, answer=answer)
 
-    def go_on(self, messages: list[Message], ids: list[int]) -> None:
-        """Take ``messages`` and their ids, and what is still known of earlier answers."""
+    def update(self, messages: list[Message], ids: list[int]) -> None:
+        """Take ``messages`` and their ids; keep the earlier answers that they still contain."""
         last = self._last_known(messages)
         if last is not None and ids[: self.said[last]] == self.ids[: self.said[last]]:
             self.said = {i: n for i, n in self.said.items() if i <= last}
@@ -75,7 +75,7 @@ class Transcript:
 
 
 def checked(messages: Any) -> list[Message]:
-    """A copy of the messages. Raises UserError where they are none."""
+    """A copy of the messages. Raises UserError where they are not valid."""
     if not isinstance(messages, (list, tuple)) or not messages:
         raise UserError('messages are a list like [{"role": "user", "content": "hello"}]')
     for message in messages:
@@ -83,12 +83,12 @@ def checked(messages: Any) -> list[Message]:
             raise UserError(f"a message has a role and a content, not {message!r}")
         content = message["content"]
         if isinstance(content, str) and not is_unicode(content):
-            raise UserError("a message holds half a surrogate pair, which is no character")
+            raise UserError("a message holds half a surrogate pair, which is not a character")
     return [dict(message) for message in messages]
 
 
 def is_unicode(text: str) -> bool:
-    """Whether every character can be encoded."""
+    """Whether the text can be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -75,7 +75,7 @@ def test_the_numbers_are_those_of_a_run(policy):
     context.prefill([(7 * i) % 128 for i in range(n)], step=step)
     working = mx.get_peak_memory() - before - context.nbytes
     assert sum(c.nbytes for c in context.cache if hasattr(c, "cache")) == wanted.states
-    store = context.cache[1].store
+    store = context.cache[1].storage
     block = store.slots if policy == "window:64+4" else store.blocks[0]
     row = sum(a.nbytes for a in block) // block[0].shape[2]
     kept = n if policy != "window:64+4" else 68 + SPARE

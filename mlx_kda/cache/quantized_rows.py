@@ -1,93 +1,81 @@
-"""Rows of latents as they are kept: as computed, or packed into 8 or 4 bits."""
+"""Cached rows, as computed or quantised, and what the queries of a step attend over."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import mlx.core as mx
 
+from .policy import AS_COMPUTED, RowFormat
+
 Arrays = tuple[mx.array, ...]
 # Bytes that one block of expanded keys and values, or of scores, may take. Longer contexts are
-# worked through in blocks of heads and of query rows.
+# computed in blocks of heads and of query rows.
 WORKSPACE = 64 * 2**20
 
 
-@dataclass(frozen=True)
-class Packing:
-    """How rows [..., width] become arrays: themselves, or (packed words, scales, biases).
-
-    ``bits`` None keeps them as they are.
-    """
-
-    bits: int | None = None
-    group_size: int = 64
-
-    @property
-    def arrays(self) -> int:
-        return 1 if self.bits is None else 3
-
-    def pack(self, rows: mx.array) -> Arrays:
-        if self.bits is None:
-            return (rows,)
-        return tuple(mx.quantize(rows, group_size=self.group_size, bits=self.bits))
-
-    def unpack(self, arrays: Arrays) -> mx.array:
-        if self.bits is None:
-            return arrays[0]
-        return mx.dequantize(*arrays, group_size=self.group_size, bits=self.bits)
-
-    def dot(self, x: mx.array, arrays: Arrays) -> mx.array:
-        """x [..., T, width] -> its products with every row, [..., T, S]."""
-        return self._product(x, arrays, transpose=True)
-
-    def mix(self, weights: mx.array, arrays: Arrays) -> mx.array:
-        """weights [..., T, S] -> weighted sums of the rows, [..., T, width]."""
-        return self._product(weights, arrays, transpose=False)
-
-    def _product(self, x: mx.array, arrays: Arrays, transpose: bool) -> mx.array:
-        if self.bits is None:
-            return x @ (arrays[0].swapaxes(-1, -2) if transpose else arrays[0])
-        return mx.quantized_matmul(
-            x, *arrays, transpose=transpose, group_size=self.group_size, bits=self.bits
-        )
+def quantize(rows: mx.array, form: RowFormat) -> Arrays:
+    """Rows [..., width] as they are stored."""
+    if form.bits is None:
+        return (rows,)
+    return tuple(mx.quantize(rows, group_size=form.group_size, bits=form.bits))
 
 
-PLAIN = Packing()
+def dequantize(arrays: Arrays, form: RowFormat) -> mx.array:
+    """Stored rows as values [..., width]."""
+    if form.bits is None:
+        return arrays[0]
+    words, scales, biases = arrays
+    return mx.dequantize(words, scales, biases, group_size=form.group_size, bits=form.bits)
+
+
+def matmul(x: mx.array, arrays: Arrays, form: RowFormat, *, transpose: bool) -> mx.array:
+    """``x @ rows.T`` for ``transpose``, else ``x @ rows``, without dequantising the rows."""
+    if form.bits is None:
+        return x @ (arrays[0].swapaxes(-1, -2) if transpose else arrays[0])
+    words, scales, biases = arrays
+    return mx.quantized_matmul(
+        x, words, scales, biases, transpose, group_size=form.group_size, bits=form.bits
+    )
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some consecutive rows of what a query may see: latents and shared keys, [B, 1, S, .]."""
+    """Consecutive rows that a query may see: ``kv_latent`` and ``k_pe``, [B, 1, S, width] each."""
 
-    latents: Arrays
-    shared: Arrays
-    packing: tuple[Packing, Packing] = (PLAIN, PLAIN)
+    kv_latent: Arrays
+    k_pe: Arrays
+    formats: tuple[RowFormat, RowFormat] = (AS_COMPUTED, AS_COMPUTED)
 
     @classmethod
-    def of(cls, arrays: Arrays, packing: tuple[Packing, Packing]) -> "Part":
-        """From the arrays of both, one after the other."""
-        n = packing[0].arrays
-        return cls(arrays[:n], arrays[n:], packing)
+    def of(cls, arrays: Arrays, formats: tuple[RowFormat, RowFormat]) -> "Part":
+        """From the arrays of ``kv_latent`` followed by those of ``k_pe``."""
+        n = 1 if formats[0].bits is None else 3
+        return cls(arrays[:n], arrays[n:], formats)
 
     @property
     def length(self) -> int:
-        return self.latents[0].shape[2]
+        return self.kv_latent[0].shape[2]
 
     @property
-    def packed(self) -> bool:
-        return any(packing.bits for packing in self.packing)
+    def quantized(self) -> bool:
+        return any(form.bits for form in self.formats)
 
-    def unpack(self) -> tuple[mx.array, mx.array]:
-        """Latents [B, 1, S, rank] and shared keys [B, 1, S, rope] as numbers."""
-        return self.packing[0].unpack(self.latents), self.packing[1].unpack(self.shared)
+    def dequantize(self) -> tuple[mx.array, mx.array]:
+        """``kv_latent`` [B, 1, S, rank] and ``k_pe`` [B, 1, S, rope] as values."""
+        return (
+            dequantize(self.kv_latent, self.formats[0]),
+            dequantize(self.k_pe, self.formats[1]),
+        )
 
     def rows(self, start: int, stop: int) -> "Part":
         """The rows from ``start`` to before ``stop``."""
-        cut = tuple(a[:, :, start:stop] for a in (*self.latents, *self.shared))
-        return Part.of(cut, self.packing)
+        cut = tuple(a[:, :, start:stop] for a in (*self.kv_latent, *self.k_pe))
+        return Part.of(cut, self.formats)
 
 
 @dataclass(frozen=True)
 class Causal:
-    """Which of S rows each of T queries sees: none later than itself, and no farther than allowed.
+    """Which of S rows each of T queries sees: none later than itself, none outside the window.
 
     first: position of the first query. positions: int32 [S] of the rows, None: 0 ... S - 1.
     window, sinks: as in ``Policy``.
@@ -110,23 +98,23 @@ class Causal:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the queries at hand attend over: rows in parts, and the rule of who sees which.
+    """What the queries of a step attend over: rows in parts, and which query sees which row.
 
     ``mask`` None: every query sees every row.
     """
 
     parts: list[Part]
-    mask: "Causal | str | mx.array | None" = None
+    mask: Causal | mx.array | None = None
 
     @property
     def length(self) -> int:
         return sum(part.length for part in self.parts)
 
     @property
-    def packed(self) -> bool:
-        return any(part.packed for part in self.parts)
+    def quantized(self) -> bool:
+        return any(part.quantized for part in self.parts)
 
-    def blocks(self, size: int):
+    def blocks(self, size: int) -> Iterator[tuple[int, Part]]:
         """(first row, Part) of at most ``size`` rows each, in order."""
         at = 0
         for part in self.parts:
@@ -135,9 +123,12 @@ class Seen:
                 yield at + start, block
             at += part.length
 
-    def unpack(self) -> tuple[mx.array, mx.array]:
-        """All latents and shared keys, in one piece each."""
-        pairs = [part.unpack() for part in self.parts]
+    def dequantize(self) -> tuple[mx.array, mx.array]:
+        """All of ``kv_latent`` and of ``k_pe``, in one array each."""
+        pairs = [part.dequantize() for part in self.parts]
         if len(pairs) == 1:
             return pairs[0]
-        return tuple(mx.concatenate(arrays, axis=2) for arrays in zip(*pairs, strict=True))
+        return (
+            mx.concatenate([kv_latent for kv_latent, _ in pairs], axis=2),
+            mx.concatenate([k_pe for _, k_pe in pairs], axis=2),
+        )

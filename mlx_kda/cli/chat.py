@@ -9,7 +9,7 @@ commands: /help.
 import argparse
 from typing import TYPE_CHECKING
 
-from ..cache.header import check_session
+from ..cache.session_format import check_session
 from . import loading, options, output
 from .options import add_memory, add_model, add_option, add_sampling, sampling_options
 from .session_file import Keeper, check_session_file

@@ -75,7 +75,7 @@ def describe(folder: Path, policy: str | Policy = "exact", context: int = 131072
 
 def _running(config: Any, dtypes: list[str], policy: str | Policy, context: int) -> dict[str, Any]:
     """What running it takes and which path its KDA layers go."""
-    from ..cache.report import describe as describe_cache
+    from ..cache.policy import describe as describe_cache
     from ..models.hybrid_config import KDA
     from ..plan import FLOATS, activation_dtype
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from ..format import size
 
 if TYPE_CHECKING:
-    from ..cache.report import LayerReport
+    from ..cache.policy import LayerReport
     from ..generate import Statistics
 
 _ENDS = {

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..cache.header import check_session
+from ..cache.session_format import check_session
 from ..errors import UserError
 from ..files import Lock, try_lock
 from .loading import check_writable

@@ -7,8 +7,8 @@ import pytest
 from helpers.tiny import difference, tiny_model, tokens
 from tolerances import MODEL_SPLIT, PACKED_SPLIT
 
-from mlx_kda.cache import latent_storage as store
-from mlx_kda.cache.checkpoints import Checkpoint, Checkpoints
+from mlx_kda.cache import latent_cache
+from mlx_kda.cache.checkpoints import Checkpoints
 from mlx_kda.cache.policy import SPARE
 from mlx_kda.context import Context
 from mlx_kda.errors import UserError
@@ -20,7 +20,7 @@ IDS = tokens(400, seed=9)[0].tolist()
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch):
     """Blocks so short that texts of a few hundred tokens fill several, and tails."""
-    monkeypatch.setattr(store, "FIRST_BLOCK", 64)
+    monkeypatch.setattr(latent_cache, "FIRST_BLOCK", 64)
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +44,12 @@ def test_c8_a_checkpoint_is_not_overwritten(model, policy):
     context = read(model, IDS[:40], policy)
     before = context.logits
     point = context.take()
-    held = [mx.array(a) for a in point.mark[0]]
+    held = [mx.array(a) for a in point.snapshot[0]]
     context.prefill(IDS[40:340], step=100)
     list(context.decode(20))
     context.rewind(point)
     assert context.tokens == IDS[:40] and mx.array_equal(context.logits, before)
-    assert all(mx.array_equal(a, b) for a, b in zip(point.mark[0], held, strict=True))
+    assert all(mx.array_equal(a, b) for a, b in zip(point.snapshot[0], held, strict=True))
     # the same place serves a second time, for another text
     for other in (IDS[40:90], IDS[200:230]):
         context.prefill(other)
@@ -95,7 +95,7 @@ def test_reuse_of_the_same_text_and_of_a_shorter_one(model):
     assert context.reuse(IDS[:50]) == 20, "a checkpoint on the way has no logits to go on from"
     context.prefill(IDS[20:50])
     assert difference(context.logits, read(model, IDS[:50]).logits) < MODEL_SPLIT
-    context.take(automatic=True)
+    context.take_automatic()
     context.prefill(IDS[50:60])
     assert context.reuse(IDS[:50]) == 50
 
@@ -120,7 +120,7 @@ def test_a_checkpoint_that_is_gone_is_refused(model):
     context.prefill(IDS[30:60])
     late = context.take()
     context.rewind(early)
-    with pytest.raises(UserError, match="checkpoint at 60 tokens is not one of this text"):
+    with pytest.raises(UserError, match="checkpoint at 60 tokens is not valid here"):
         context.rewind(late)
     context.checkpoints.drop(early)
     with pytest.raises(UserError, match="30 tokens"):
@@ -140,14 +140,14 @@ def test_checkpoints_say_what_they_hold(model):
     assert read(model, IDS[:200], "window:20+3").take().nbytes == states + logits + ring
 
 
-def point(offset, automatic=True, numbers=100):
-    return Checkpoint(offset, [[mx.zeros((numbers,))]], None, automatic)
+def add(kept, offset, automatic=True):
+    return kept.add(offset, [[mx.zeros((100,))]], None, automatic)
 
 
 def test_the_budget_thins_the_oldest_first():
     kept = Checkpoints(budget=8 * 400)
     for offset in range(10, 510, 10):
-        kept.add(point(offset))
+        add(kept, offset)
         assert kept.nbytes <= kept.budget
     offsets = [item.offset for item in kept]
     gaps = [b - a for a, b in itertools.pairwise(offsets)]
@@ -158,15 +158,14 @@ def test_the_budget_thins_the_oldest_first():
 
 def test_what_a_user_took_is_never_thinned():
     kept = Checkpoints(budget=3 * 400)
-    mine = point(5, automatic=False)
-    kept.add(mine)
+    mine = add(kept, 5, automatic=False)
     for offset in range(10, 100, 10):
-        kept.add(point(offset))
+        add(kept, offset)
     assert mine in kept and len(kept) == 3
-    kept.add(point(90, automatic=False))  # an automatic one at the same place gives way
+    add(kept, 90, automatic=False)  # an automatic one at the same place gives way
     assert [item.automatic for item in kept if item.offset == 90] == [False]
     tight = Checkpoints(budget=100)
-    tight.add(point(10))
+    add(tight, 10)
     assert len(tight) == 0, "a budget for none keeps none"
-    tight.add(point(10, automatic=False))
+    add(tight, 10, automatic=False)
     assert len(tight) == 1

@@ -8,11 +8,9 @@ from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from tolerances import INT8_LATENTS, LAYER_FLOAT32, MODEL_SPLIT, PACKED_SPLIT
 
-from mlx_kda.cache import LatentCache, Policy, make_cache
-from mlx_kda.cache import latent_storage as store
-from mlx_kda.cache.latent_storage import TAIL
-from mlx_kda.cache.policy import SPARE
-from mlx_kda.cache.report import report
+from mlx_kda.cache import LatentCache, Policy, latent_cache, make_cache
+from mlx_kda.cache.latent_cache import TAIL
+from mlx_kda.cache.policy import SPARE, describe
 from mlx_kda.context import Context
 from mlx_kda.errors import UserError
 from mlx_kda.layers import MLA, mla
@@ -70,7 +68,7 @@ def test_both_forms_agree(monkeypatch, policy, form):
     made.form = "auto"
     want, _ = through(made, x, policy, [150, 1, 149])
     made.form = form
-    monkeypatch.setattr(mla, "UNPACKED", 37)
+    monkeypatch.setattr(mla, "DEQUANTIZED", 37)
     monkeypatch.setattr(mla, "WORKSPACE", 40_000)
     got, _ = through(made, x, policy, [150, 1, 149])
     assert difference(got, want) < LAYER_FLOAT32
@@ -96,7 +94,7 @@ def test_packed_rows_are_the_quantiser_s():
 @pytest.mark.parametrize("policy", ["exact", "window:50+4", "window:400", "int8", "window:50,int4"])
 def test_c1_the_split_does_not_matter(monkeypatch, policy):
     """Case C1 under every policy, with two MLA layers, across the end of a tail and of a block."""
-    monkeypatch.setattr(store, "FIRST_BLOCK", 16)
+    monkeypatch.setattr(latent_cache, "FIRST_BLOCK", 16)
     model = tiny_model(kda_layers=[1, 3], full_attn_layers=[2, 4], num_experts=0)
     ids = tokens(TAIL + 50)
     n = ids.shape[1]
@@ -165,9 +163,8 @@ def test_memory_is_constant_with_a_window_or_without_attention(policy, layers):
         context.prefill(tokens(length)[0].tolist(), step=64)
         list(context.decode(5))
         sizes.add(context.nbytes)
-        assert [one.bytes_at(7) for one in report(model, policy)] == [
-            entry.nbytes for entry in context.cache
-        ]
+        layers = describe(model.args, policy, model.model.dtype)
+        assert [one.bytes_at(7) for one in layers] == [entry.nbytes for entry in context.cache]
     assert len(sizes) == 1
 
 
@@ -175,10 +172,9 @@ def test_memory_is_constant_with_a_window_or_without_attention(policy, layers):
 def test_rows_have_the_bytes_that_the_policy_names(policy):
     made, x = layer(), inputs(70)
     _, cache = through(made, x, policy, [30, 40])
-    chosen, arrays = Policy.parse(policy), cache.store.arrays()
-    rows = arrays[0].shape[2]
-    assert cache.nbytes == rows * chosen.row_bytes(64, 32, mx.float32)
-    assert chosen.bytes_at(70, 64, 32, mx.float32) <= cache.nbytes
+    formats = zip(Policy.parse(policy).row_formats(64, 32), (64, 32), strict=True)
+    row = sum(form.row_bytes(width, mx.float32) for form, width in formats)
+    assert cache.nbytes == cache.state[0].shape[2] * row
 
 
 def test_blocks_grow_by_half_at_most():
@@ -187,9 +183,9 @@ def test_blocks_grow_by_half_at_most():
     for _ in range(60):
         seen = cache.absorb(rows, rows[..., :2])
         mx.eval(cache.state)
-    sizes = [block[0].shape[2] for block in cache.store.blocks]
+    sizes = [block[0].shape[2] for block in cache.storage.blocks]
     assert cache.offset == 42000 and sum(sizes) < 1.6 * cache.offset and len(sizes) < 14
-    latents, shared = seen.unpack()
+    latents, shared = seen.dequantize()
     assert mx.array_equal(latents, mx.concatenate([rows] * 60, axis=2))
     assert mx.array_equal(shared, latents[..., :2])
 
@@ -202,11 +198,11 @@ def test_a_step_that_runs_ahead_writes_into_the_tail_only():
     settled = []
     for _ in range(2 * TAIL):
         cache.absorb(rows[:, :, :1], rows[:, :, :1, :2])
-        settled.append(cache.store.settled)
+        settled.append(cache.storage.settled)
     touched = [
         at for at, (a, b) in enumerate(zip([5000, *settled], settled, strict=False)) if a != b
     ]
-    assert len(touched) == 1 and cache.store.tail[0].shape[2] == TAIL
+    assert len(touched) == 1 and cache.storage.tail[0].shape[2] == TAIL
 
 
 @pytest.mark.parametrize(
@@ -235,7 +231,7 @@ def test_policies_have_one_spelling():
 
 
 def test_a_width_that_cannot_be_packed_is_refused_by_name():
-    with pytest.raises(UserError, match="latents of 20 numbers"):
+    with pytest.raises(UserError, match="kv_lora_rank of 20"):
         tiny_model(kv_lora_rank=20).make_cache("int8")
     # without attention layers there is nothing to pack
     tiny_model(kda_layers=[1, 2, 3, 4], full_attn_layers=[], kv_lora_rank=20).make_cache("int8")

@@ -136,10 +136,10 @@ MISTAKES = [
     (["generate", "model", "--prompt", "x", "--raw", "--system", "y"], "--system needs"),
     (["generate", "model", "--prompt", "x", "--session", "no/s"], "no does not exist"),
     (["generate", "model", "--prompt", "x", "--session", "empty"], "empty is a folder"),
-    (["generate", "model", "--prompt", "x", "--session", "notes.txt"], "no session"),
+    (["generate", "model", "--prompt", "x", "--session", "notes.txt"], "not an mlx-kda session"),
     (["generate", "model", "--prompt", "x", "--session", "short.session"], "truncated"),
     (["chat", "model", "--resume", "none"], "none cannot be read"),
-    (["chat", "model", "--resume", "notes.txt"], "no session of mlx-kda"),
+    (["chat", "model", "--resume", "notes.txt"], "not an mlx-kda session"),
     (["chat", "model", "--session", "no/s"], "no does not exist"),
     (["plan", "model", "--context", "2000000"], "context of 1,048,576: lower --context"),
     (

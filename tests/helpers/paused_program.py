@@ -67,16 +67,16 @@ def prepare() -> None:
 
         pause_before(output, "write", int(DETAIL))
     elif PLACE == "saving":
-        from mlx_kda.cache import files
+        from mlx_kda.cache import session_format
 
-        real = files.write_file
+        real = session_format._write
 
-        def begun(path, *args, **kwargs):
+        def begun(path, *args):
             path.write_bytes(b"begun")
             pause()
-            return real(path, *args, **kwargs)
+            return real(path, *args)
 
-        files.write_file = begun
+        session_format._write = begun
     elif PLACE == "writing":
         from mlx_kda.convert import conversion
 

@@ -70,7 +70,7 @@ def test_c14_empty_prompt(model):
     context = Context(model)
     context.prefill([])
     assert context.tokens == [] and context.logits is None
-    with pytest.raises(UserError, match="nothing to go on from"):
+    with pytest.raises(UserError, match="nothing to continue from"):
         next(context.decode(1))
     context.prefill(IDS)
     before = context.logits

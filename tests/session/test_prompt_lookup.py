@@ -10,7 +10,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from tolerances import MODEL_SPLIT
 
 import mlx_kda
-from mlx_kda import prompt_lookup as lookup
+from mlx_kda import prompt_lookup
 from mlx_kda.context import Context, NonFiniteLogits
 from mlx_kda.errors import UserError
 from mlx_kda.sampling import Sampling
@@ -33,16 +33,16 @@ def read(model, ids, policy="exact"):
 
 
 def said(context, n, sampling=None, **options):
-    acceptance = lookup.Acceptance()
+    acceptance = prompt_lookup.Acceptance()
     sampling = sampling or Sampling()
-    return list(lookup.decode(context, n, sampling, acceptance, **options)), acceptance
+    return list(prompt_lookup.decode(context, n, sampling, acceptance, **options)), acceptance
 
 
 def assert_same_states(a, b):
     """Every array of both caches, bit for bit."""
     for one, other in zip(a.cache, b.cache, strict=True):
-        if hasattr(one, "store"):
-            pairs = zip(one.store.parts(), other.store.parts(), strict=True)
+        if hasattr(one, "storage"):
+            pairs = zip(one.storage.parts(), other.storage.parts(), strict=True)
             arrays = [pair for parts in pairs for pair in zip(*parts, strict=True)]
         else:
             arrays = list(zip(one.cache, other.cache, strict=True))
@@ -84,7 +84,7 @@ def test_c10_without_rollback_it_would_be_wrong(model):
     right = read(model, [*PROMPT, 5])
     model(mx.array([[5, 99, 98, 97]]), cache=context.cache)
     for entry in context.cache[3:]:
-        entry.store.back(len(PROMPT) + 1)  # the latents alone can be trimmed
+        entry.storage.restore(len(PROMPT) + 1)  # the latents alone can be trimmed
     context.prefill([6])
     right.prefill([6])
     assert difference(context.logits, right.logits) > 0.01
@@ -93,7 +93,7 @@ def test_c10_without_rollback_it_would_be_wrong(model):
 @pytest.mark.parametrize("taken", [1, 2, 3, 7, 20])
 def test_closing_early_leaves_exactly_the_yielded_tokens(model, taken):
     context = read(model, PROMPT)
-    stream = lookup.decode(context, 60, Sampling(), lookup.Acceptance())
+    stream = prompt_lookup.decode(context, 60, Sampling(), prompt_lookup.Acceptance())
     got = [next(stream) for _ in range(taken)]
     stream.close()
     assert context.tokens == PROMPT + got
@@ -127,7 +127,7 @@ def test_a_text_that_repeats_takes_few_passes():
 
 def test_wrong_guesses_are_read_again_at_most_once_over(model, monkeypatch):
     """Guesses that never are right cost no pass: every pass still gives a token."""
-    monkeypatch.setattr(lookup.Index, "guess", lambda self, most: [127] * most)
+    monkeypatch.setattr(prompt_lookup.Index, "guess", lambda self, most: [127] * most)
     plain = read(model, PROMPT)
     want = list(plain.decode(30))
     assert 127 not in want
@@ -138,18 +138,18 @@ def test_wrong_guesses_are_read_again_at_most_once_over(model, monkeypatch):
 
 
 def test_index_finds_the_longest_ending_that_has_a_next_token():
-    index = lookup.Index([1, 2, 3, 9, 2, 3, 7, 1, 2, 3])
+    index = prompt_lookup.Index([1, 2, 3, 9, 2, 3, 7, 1, 2, 3])
     assert index.guess(3) == [9, 2, 3]
     index.append(9)
     assert index.guess(2) == [2, 3]
-    assert lookup.Index([5, 6, 7]).guess(7) == []
-    assert lookup.Index([5, 5, 5]).guess(7) == [5]
-    assert lookup.Index([]).guess(7) == []
+    assert prompt_lookup.Index([5, 6, 7]).guess(7) == []
+    assert prompt_lookup.Index([5, 5, 5]).guess(7) == [5]
+    assert prompt_lookup.Index([]).guess(7) == []
 
 
 def test_non_finite_logits_end_it():
     context = read(Scripted(16, start=3, script=[1, 2, 3, 4], poison=5), [5, 6, 7])
-    stream = lookup.decode(context, 9, Sampling(), lookup.Acceptance())
+    stream = prompt_lookup.decode(context, 9, Sampling(), prompt_lookup.Acceptance())
     with pytest.raises(NonFiniteLogits):
         list(stream)
 

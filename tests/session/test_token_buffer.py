@@ -6,7 +6,7 @@ import pytest
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_kda.context import Context
-from mlx_kda.token_buffer import ROOM, History
+from mlx_kda.sampling import ROOM, TokenBuffer
 
 IDS = [(3 * i * i + 5 * i + 1) % 128 for i in range(41)]
 
@@ -14,56 +14,56 @@ IDS = [(3 * i * i + 5 * i + 1) % 128 for i in range(41)]
 @pytest.mark.parametrize("start", [0, 1, 40, ROOM - 1, ROOM, 2 * ROOM])
 def test_it_is_the_text_through_growth(start):
     known = list(range(start))
-    history = History(known)
+    buffer = TokenBuffer(known)
     for step in range(2 * ROOM + 3):
-        history.extend(mx.array([step % 7], dtype=mx.uint32))
+        buffer.extend(mx.array([step % 7], dtype=mx.uint32))
         known.append(step % 7)
         if step % 97 < 3:
-            assert history.before().tolist() == known
-            assert history.before(start).tolist() == known[:start]
-    assert history.before().dtype == mx.int32 and history.length == len(known)
+            assert buffer.before(buffer.length).tolist() == known
+            assert buffer.before(start).tolist() == known[:start]
+    assert buffer.before(buffer.length).dtype == mx.int32 and buffer.length == len(known)
 
 
 def test_guesses_are_written_and_cut_again():
     """As speculation does: any number ahead, any number of them right."""
     rng = np.random.default_rng(0)
-    known, history = [], History([])
+    known, buffer = [], TokenBuffer([])
     for _ in range(500):
         guess = rng.integers(0, 100, rng.integers(1, 8)).tolist()
         right = int(rng.integers(0, len(guess) + 1))
-        history.extend(mx.array(guess))
+        buffer.extend(mx.array(guess))
         for i in range(len(guess) + 1):
-            assert history.before(len(known) + i)[-8:].tolist() == [*known, *guess[:i]][-8:]
-        history.cut(len(known) + right)
+            assert buffer.before(len(known) + i)[-8:].tolist() == [*known, *guess[:i]][-8:]
+        buffer.cut(len(known) + right)
         known += guess[:right]
         if rng.integers(0, 2):
-            history.extend(mx.array([5]))
+            buffer.extend(mx.array([5]))
             known.append(5)
-        assert history.before().tolist() == known
+        assert buffer.before(buffer.length).tolist() == known
 
 
 def test_an_array_given_out_does_not_change():
     """A processor may keep what it was given; a step in flight does."""
-    history = History([1, 2, 3])
+    buffer = TokenBuffer([1, 2, 3])
     kept = []
     for token in range(40):
-        kept.append(history.before())
-        history.extend(mx.array([token]))
+        kept.append(buffer.before(buffer.length))
+        buffer.extend(mx.array([token]))
     for n, array in enumerate(kept):
         assert array.tolist() == [1, 2, 3, *range(n)]
 
 
 def test_a_token_copies_no_long_text():
     """A million ids are 4 MB: writing one more in place allocates next to nothing."""
-    history = History([0] * 1_000_000)
+    buffer = TokenBuffer([0] * 1_000_000)
     ahead = None
     allocated = []
     for token in range(12):
         mx.synchronize()
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        history.extend(mx.array([token]))
-        last = history.before()[-20:].sum()
+        buffer.extend(mx.array([token]))
+        last = buffer.before(buffer.length)[-20:].sum()
         mx.async_eval(last)
         if ahead is not None:
             ahead.item()  # one step behind, as in decoding
