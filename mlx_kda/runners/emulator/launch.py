@@ -243,23 +243,9 @@ def aligned(array: np.ndarray, bytes: int = 64) -> np.ndarray:
 
 def storage(dtype: mx.Dtype) -> np.dtype:
     """The numpy dtype that holds an MLX dtype's bytes (bfloat16 as uint16)."""
-    return np.dtype(np.uint16) if dtype == mx.bfloat16 else np.dtype(_NUMPY[dtype])
-
-
-_NUMPY = {
-    mx.bool_: "bool",
-    mx.int8: "int8",
-    mx.int16: "int16",
-    mx.int32: "int32",
-    mx.int64: "int64",
-    mx.uint8: "uint8",
-    mx.uint16: "uint16",
-    mx.uint32: "uint32",
-    mx.uint64: "uint64",
-    mx.float16: "float16",
-    mx.float32: "float32",
-    mx.complex64: "complex64",
-}
+    if dtype == mx.bfloat16:
+        return np.dtype(np.uint16)
+    return np.dtype(str(dtype).removeprefix("mlx.core."))
 
 
 def to_numpy(array: mx.array) -> np.ndarray:
