@@ -1,9 +1,9 @@
-"""Talk with a model; the answers stream to standard output.
+"""Chat with a model; its answers stream to standard output.
 
-The conversation lives in one cache, so a turn reads only what is new. At a terminal Enter sends,
-Alt-Enter or a backslash at the end of a line begins another line; on a pipe each line is a message.
-Ctrl-C stops an answer and keeps the conversation; end of input ends. Lines that begin with / are
-commands: /help.
+Each turn processes only its new tokens. At a terminal Enter sends the message; Alt-Enter, or a
+backslash at the end of a line, starts a new line. On a pipe each line is a message. Ctrl-C stops an
+answer and keeps the conversation; end of input (Ctrl-D) ends the chat. Lines that begin with / are
+commands; /help lists them.
 """
 
 import argparse
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 from ..cache.session_format import check_session
 from . import loading, options, output
-from .options import add_memory, add_model, add_option, add_sampling, sampling_options
-from .session_file import Keeper, check_session_file
-from .signals import ending
+from .options import add_memory, add_model, add_option, add_sampling
+from .session_file import SessionFile, check_session_file
+from .signals import exit_on_signals
 
 if TYPE_CHECKING:
     from ..session import Session
 
-SUMMARY = "talk with a model"
+SUMMARY = "chat with a model"
 EXAMPLE = (
     'mlx-kda chat kimi-4bit --system "Answer in one sentence." --temp 0.6\n'
     "  mlx-kda chat kimi-4bit --session monday.session\n"
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--session",
         "FILE",
         options.file_name,
-        "continue the session in this file, or start one; it is saved now and then, and at the end",
+        "continue the session in this file, or start one; saved during the chat and at its end",
     )
     add_memory(parser)
     add_sampling(parser)
@@ -59,57 +59,56 @@ def run(args: argparse.Namespace) -> int:
     check_session_file(args.session)
     if args.resume is not None:
         check_session(args.resume)
-    with Keeper(args.session) as keeper:
-        return _talk(args, keeper)
+    with SessionFile(args.session) as file:
+        return _chat(args, file)
 
 
-def _talk(args: argparse.Namespace, keeper: Keeper) -> int:
-    """The conversation, to its end; the exit status."""
+def _chat(args: argparse.Namespace, file: SessionFile) -> int:
+    """Chat until the end of input; the exit status."""
     if args.model is None:
-        args.model = _small_model()
+        args.model = _default_model()
     args.model = loading.local_folder(args.model)
 
-    from .chat_commands import Talk
+    from .chat_commands import Chat
     from .terminal import Terminal
 
-    session = _session(args, args.resume or (args.session if keeper.found else None))
-    talk = Talk(session, sampling_options, keeper)
-    talk.set_options(vars(args))
-    terminal = Terminal(talk.said)
+    session = _open_session(args, args.resume or (args.session if file.exists else None))
+    chat = Chat(session, file)
+    chat.set_options(vars(args))
+    terminal = Terminal(chat.user_messages)
     if terminal.interactive:
-        output.note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends")
-        if talk.session.messages:
-            output.note(f"going on with {len(talk.session.messages)} messages")
-    with ending():
+        output.note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends the chat")
+        if session.messages:
+            output.note(f"continuing a conversation of {len(session.messages)} messages")
+    with exit_on_signals():
         try:
             for line in terminal.lines():
-                if not talk.take(line):
+                if not chat.handle(line):
                     break
-                terminal.after(talk)
-                talk.keep()
-                if talk.ended is not None:
+                terminal.show_status(chat)
+                chat.save_if_due()
+                if chat.exit_status is not None:
                     break
         finally:
-            talk.keep(at_end=True)
-    return talk.ended or 0
+            chat.save()
+    return chat.exit_status or 0
 
 
-def _small_model() -> str:
-    """The folder of the model for a chat that names none."""
+def _default_model() -> str:
+    """The folder of the small model, for a chat without MODEL."""
     from ..demo import CHECKPOINT, default_model
 
     folder = default_model(output.note)
-    output.note(f"no MODEL was named: this is {CHECKPOINT.name}, which knows common nouns")
+    output.note(f"no MODEL given: using {CHECKPOINT.name}, which only knows common nouns")
     return str(folder)
 
 
-def _session(args: argparse.Namespace, source: str | None) -> "Session":
-    """The session of a file, or a new one; what does not need the weights is checked before."""
+def _open_session(args: argparse.Namespace, path: str | None) -> "Session":
+    """The session of a file, or a new one; memory and template are checked before the weights."""
     from ..tokenizer import load_tokenizer
     from ..transcript import chat_ids
 
     loading.check_memory(args, args.max_tokens, args.policy)
     tokenizer = load_tokenizer(args.model)
-    chat_ids(tokenizer, [{"role": "user", "content": ""}])  # refuses a model without a template
-    model = loading.load_model(args.model)
-    return loading.open_session(args, model, tokenizer, source)
+    chat_ids(tokenizer, [{"role": "user", "content": ""}])  # raises if there is no chat template
+    return loading.open_session(args, loading.load_model(args.model), tokenizer, path)

@@ -12,7 +12,7 @@ from ..errors import UserError
 from ..weights.folders import HUB_ID
 from . import loading, options, output
 from .options import BITS, add_json, add_option, add_revision
-from .signals import ending
+from .signals import exit_on_signals
 
 SUMMARY = "convert a Hugging Face checkpoint to MLX"
 EXAMPLE = (
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.plan:
         return _plan(args, wish)
-    with ending():  # SIGTERM too: what is finished is kept, the rest goes
+    with exit_on_signals():  # SIGTERM too: what is finished is kept, the rest goes
         return _convert(args, wish)
 
 

@@ -14,7 +14,7 @@ from ..errors import UserError
 from ..format import size
 from . import loading, options, output, reports
 from .options import BITS, add_option, add_policy
-from .signals import ending
+from .signals import exit_on_signals
 
 if TYPE_CHECKING:
     from ..convert import ConversionReport
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
     start = time.perf_counter()
     policy = str(args.policy or "exact")
-    with ending(), scratch_folder() as scratch:
+    with exit_on_signals(), scratch_folder() as scratch:
         out = scratch / f"{source.resolve().name}-{args.q_bits}bit"
         report = _convert(source, out, args.q_bits)
         model, tokenizer = loading.load_model(str(out)), load_tokenizer(out)
@@ -244,7 +244,7 @@ def _paths(model: Any, dtype: str) -> dict[str, str]:
 
 def _rates(statistics: "Statistics") -> str:
     s = statistics
-    reused = f", {s.reused_tokens:,} re-used" if s.reused_tokens else ""
+    reused = f", {s.reused_tokens:,} reused" if s.reused_tokens else ""
     return (
         f"{s.prefilled_tokens:,} tokens prefilled{reused}; {s.generation_tokens:,} generated, "
         f"{s.generation_tps:.1f} tokens/s"

@@ -20,8 +20,8 @@ from .options import (
     add_sampling,
     sampling_options,
 )
-from .session_file import Keeper, check_session_file
-from .signals import Stopped, stopping
+from .session_file import SessionFile, check_session_file
+from .signals import Stopped, stop_on_signals
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,20 +88,20 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("no prompt: give --prompt TEXT, --prompt-file FILE or text on a pipe")
     if prompt is not None and not (prompt if args.raw else prompt.strip()):
         raise UserError("the prompt is empty: give some text")
-    with Keeper(args.session) as keeper:
-        return _generate(args, prompt, keeper)
+    with SessionFile(args.session) as file:
+        return _generate(args, prompt, file)
 
 
-def _generate(args: argparse.Namespace, prompt: str | None, keeper: Keeper) -> int:
+def _generate(args: argparse.Namespace, prompt: str | None, file: SessionFile) -> int:
     """Answer or go on, and keep the session; the exit status."""
     args.model = loading.local_folder(args.model)
 
     from ..generate import Statistics
 
-    session = _open(args, prompt, keeper.found)
+    session = _open(args, prompt, file.exists)
     statistics = Statistics()
     text, tokens = [], []
-    with stopping() as stop:
+    with stop_on_signals() as stop:
         with output.progress("reading") as bar:
             ids, pieces = _start(session, prompt, args, statistics, stop.watch(bar))
             try:
@@ -117,13 +117,13 @@ def _generate(args: argparse.Namespace, prompt: str | None, keeper: Keeper) -> i
             except UserError:
                 raise  # the file of before is worth more than what an error left
             except BaseException:
-                keeper.save(session)
+                file.save(session)
                 raise
             finally:
                 pieces.close()
         if not args.json:
             output.write("\n")
-        keeper.save(session)
+        file.save(session)
     if stop:
         statistics.finish_reason = "interrupted"
     _report(args, session, "".join(text), tokens, ids, statistics)

@@ -16,7 +16,7 @@ from .. import __version__
 from ..errors import UserError
 from .options import Parser
 from .output import note, prepare_output
-from .signals import one_interrupt
+from .signals import interrupt_once
 
 COMMANDS = ("convert", "verify", "plan", "generate", "chat", "info", "bench", "doctor", "demo")
 MODULES = {"bench": "measure"}  # of commands that are not named as their module
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = argparse.Namespace(debug=False)
     try:
         if argv is None:  # the program itself
-            one_interrupt()
+            interrupt_once()
         args = build_parser().parse_args(argv)
         prepare_output()
         for name, value in MLX_SETTINGS.items():

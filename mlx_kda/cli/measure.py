@@ -13,7 +13,7 @@ from ..files import write_text
 from . import loading, options
 from .benchmarks import BENCHMARKS, LONGEST, Benchmark, Promise
 from .output import note
-from .signals import ending
+from .signals import exit_on_signals
 
 SUMMARY = "measure against peers on this machine"
 BROKEN = 1  # exit status where a promise was not kept
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    with ending():  # SIGTERM too: temporary folders go
+    with exit_on_signals():  # SIGTERM too: temporary folders go
         return _run(args)
 
 

@@ -1,4 +1,4 @@
-"""What a person sees: lines on standard error, a model's text, spinners and bars on a terminal."""
+"""What a user sees: notes on standard error, text and tables on standard output, progress bars."""
 
 import contextlib
 import io
@@ -8,40 +8,40 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TextIO
 
-SHORT = 128  # units of work that need no bar
-NARROW = 60  # columns in which bar, rate and time left have no room beside the counts
+SHORT = 128  # units of work: less is done too quickly for a bar
+NARROW = 60  # columns: on fewer a progress bar shows the counts only
 UNBOUNDED = 100_000  # columns of a table in a pipe or a file
 GAP = 2  # columns between two cells
-# What a model writes must not drive the terminal: control characters but tab and newline.
+# Control characters except tab and newline: a model's text must not control the terminal.
 _CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 
 def prepare_output() -> None:
-    """Let no character that the terminal's encoding lacks end a run."""
+    """Replace characters that the terminal's encoding lacks, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
 
 
 def note(line: str) -> None:
-    """A line for the person, on standard error; without control characters on a terminal."""
-    if sys.stderr.isatty():  # names of files and words of a config may be in it
+    """Print a line for the user on standard error; without control characters on a terminal."""
+    if sys.stderr.isatty():  # it may hold file names and strings of a config.json
         line = line.translate(_CONTROL)
     print(line, file=sys.stderr, flush=True)
 
 
-def moves(stream: TextIO) -> bool:
-    """Whether a stream is a terminal that understands escape sequences: a cursor can be moved."""
+def has_cursor(stream: TextIO) -> bool:
+    """Whether a stream is a terminal whose cursor escape sequences can move."""
     return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 def styled(stream: TextIO) -> bool:
-    """Whether text on a stream may be bold or dim. (NO_COLOR asks for plain text, no-color.org.)"""
-    return moves(stream) and not os.environ.get("NO_COLOR")
+    """Whether text on a stream may be bold or dim (see no-color.org for NO_COLOR)."""
+    return has_cursor(stream) and not os.environ.get("NO_COLOR")
 
 
 def write(text: str) -> None:
-    """A model's text on standard output, at once; without control characters on a terminal."""
+    """Write a model's text to standard output now; without control characters on a terminal."""
     if sys.stdout.isatty():
         text = text.translate(_CONTROL)
     sys.stdout.write(text)
@@ -49,22 +49,22 @@ def write(text: str) -> None:
 
 
 def heading(line: str) -> None:
-    """A line on standard output that begins a part, bold on a terminal."""
+    """Print a heading on standard output, bold on a terminal."""
     _print(f"\n{line}", "1")
 
 
 def detail(line: str) -> None:
-    """A line on standard output beside what matters, dim on a terminal."""
+    """Print a secondary line on standard output, dim on a terminal."""
     _print(f"  {line}", "2")
 
 
 def paragraph(text: str) -> None:
-    """A line on standard output; on a terminal wrapped to its width between words."""
+    """Print a line on standard output, wrapped between words on a terminal."""
     _print(text, None)
 
 
 def _print(text: str, style: str | None) -> None:
-    """A line on standard output; on a terminal wrapped to its width, bold (1) or dim (2)."""
+    """Print text; on a terminal wrapped to its width, and bold (1) or dim (2)."""
     if sys.stdout.isatty():
         import textwrap
 
@@ -82,8 +82,8 @@ def _print(text: str, style: str | None) -> None:
 
 @contextlib.contextmanager
 def status(message: str) -> Iterator[None]:
-    """A spinner on standard error while something runs, on a terminal only."""
-    if not moves(sys.stderr):
+    """Show a spinner on standard error during the block, on a terminal only."""
+    if not has_cursor(sys.stderr):
         yield
         return
     from rich.console import Console
@@ -94,13 +94,12 @@ def status(message: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress(label: str, *, unit: str = "tokens") -> Iterator[Callable[[int, int], None]]:
-    """A bar on standard error with rate and time left, on a terminal only.
+    """Show a progress bar on standard error during the block, on a terminal only.
 
-    Gives ``update(done, total)``; the bar appears with the first one short of the total, and not
-    for so little (``SHORT`` of a unit) that it would only flash up. Work of several parts may count
-    from the start again once a part has reached its total.
+    Yields ``update(done, total)``. The bar appears at the first update below the total, unless the
+    total is under ``SHORT`` units. Work in several parts may count from 0 again for each.
     """
-    if not moves(sys.stderr):
+    if not has_cursor(sys.stderr):
         yield lambda done, total: None
         return
     from rich.console import Console
@@ -130,7 +129,7 @@ def progress(label: str, *, unit: str = "tokens") -> Iterator[Callable[[int, int
         bar.update(task, completed=done, total=total)
         if done == total:
             bar.stop()
-            bar.remove_task(task)  # another part of the work may begin
+            bar.remove_task(task)  # another part may begin
             task = None
 
     try:
@@ -147,10 +146,10 @@ def print_table(
     Args:
         rows: the cells, as text.
         head: the columns' headings; () for none.
-        right: the headings of the columns that are set to the right.
+        right: the headings of right-aligned columns.
 
-    No cell is ever cut: on a terminal it is folded between words, and where some word is wider than
-    its column could be, a table with headings is printed cell by cell.
+    No cell is truncated: on a terminal cells wrap between words, and a table with headings that is
+    too narrow for some word is printed one cell per line.
     """
     from rich.console import Console
     from rich.measure import Measurement
@@ -177,6 +176,6 @@ def print_table(
 
 
 def _one_by_one(row: Sequence[str], head: Sequence[str]) -> list[str]:
-    """A row's cells, a line each, with what they are."""
+    """A row's cells, one per line, with their headings."""
     named = [f"{name}: {cell}" if name else cell for name, cell in zip(head, row, strict=True)]
     return [named[0], *(f"  {cell}" for cell in named[1:])]

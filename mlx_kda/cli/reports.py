@@ -18,7 +18,7 @@ _ENDS = {
 def describe(statistics: "Statistics") -> list[str]:
     """The statistics of one generation, as lines."""
     s = statistics
-    reused = f", {s.reused_tokens:,} re-used" if s.reused_tokens else ""
+    reused = f", {s.reused_tokens:,} reused" if s.reused_tokens else ""
     by = "MLX" if s.peak_memory_source == "mlx" else "the whole process"
     guessed = (
         [f"speculation: {s.accepted_tokens:,} of {s.drafted_tokens:,} guessed tokens were right"]

@@ -1,4 +1,4 @@
-"""The file of a session while a command runs: saved now and then, and never over another's work."""
+"""The file that a command keeps a session in, saved during a chat and locked meanwhile."""
 
 import itertools
 import os
@@ -15,32 +15,34 @@ from .output import note
 if TYPE_CHECKING:
     from ..session import Session
 
-# What saving in the middle of a conversation may take: of the time, and bytes written a second. A
-# long text's file is gigabytes, which a disk should not be given after every turn.
+# Limits of saving during a chat: share of the time, and bytes per second on average. The file of a
+# long context is gigabytes, too much to write after every turn.
 SHARE, RATE = 0.05, 1e6
 
 
-def check_session_file(path: str | None, option: str = "--session") -> bool:
+def check_session_file(path: str | None) -> bool:
     """Whether a session's file exists; UserError if it is no session or cannot be written."""
-    check_writable(path, option)
+    check_writable(path, "--session")
     if path is None or not Path(path).exists():
         return False
     check_session(path)
     return True
 
 
-class Keeper:
-    """Saves a session to its file, which is this program's until ``close``; ``path`` None: nowhere.
+class SessionFile:
+    """The file of a session, locked against other programs until ``close``; no file if None.
 
-    A second program that is to keep a session there is refused, before it begins. What knows of no
-    such rule may have written the file all the same: then the session goes to a file beside it.
+    A program that does not know the lock may still have written the file meanwhile. Then the
+    session is saved under another name.
+
+    Raises:
+        UserError: another program has the file open, or its folder cannot be written.
     """
 
     def __init__(self, path: str | Path | None):
-        """Raises UserError where another program keeps the file."""
         self.path = None if path is None else Path(path)
         self._lock: Lock | None = None
-        if self.path is not None and not self._hold(self.path):
+        if self.path is not None and not self._acquire(self.path):
             raise UserError(
                 f"{self.path} is in use by another mlx-kda: end that one, or name another file"
             )
@@ -48,46 +50,43 @@ class Keeper:
         self._took, self._at = 0.0, time.monotonic()
 
     @property
-    def found(self) -> bool:
-        """Whether there was a file when this was last looked at."""
+    def exists(self) -> bool:
+        """Whether the file existed when it was opened or last saved."""
         return self._seen is not None
 
-    def keeps(self, path: Path) -> bool:
-        """Whether this is the file."""
+    def is_at(self, path: Path) -> bool:
+        """Whether this is the file at a path."""
         return self.path is not None and self.path.resolve() == path.resolve()
 
-    def __enter__(self) -> "Keeper":
+    def __enter__(self) -> "SessionFile":
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Leave the file to others."""
+        """Release the lock."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
     def save(self, session: "Session") -> None:
-        """Save now. Raises UserError where that cannot be."""
+        """Save now. Raises UserError if that fails."""
         if self.path is None:
             return
         if self._stamp() not in (None, self._seen):
-            written, self.path = self.path, self._beside()
-            note(f"{written} was written by another program meanwhile: this is kept as {self.path}")
+            changed, self.path = self.path, self._lock_new_name(self.path)
+            note(f"{changed} was changed by another program: saving to {self.path} instead")
         start = time.monotonic()
         try:
             session.save(self.path)
-        finally:  # a disk that is full after gigabytes is not filled again after every turn
+        finally:  # also after a failure: a full disk is not filled again after every turn
             self._at = time.monotonic()
             self._took = self._at - start
         self._seen = self._stamp()
 
-    def now_and_then(self, session: "Session") -> bool:
-        """Save in the middle of a conversation, unless that would take too much of the time.
-
-        Whether it was saved; a mistake is told and the conversation goes on.
-        """
+    def save_if_due(self, session: "Session") -> bool:
+        """Save unless that would take too much time; whether it was saved. Failures are noted."""
         written = self._seen[1] if self._seen else 0
         if time.monotonic() - self._at < max(self._took / SHARE, written / RATE):
             return False
@@ -99,23 +98,20 @@ class Keeper:
         return True
 
     def _stamp(self) -> tuple[int, int, int] | None:
-        """What tells one content of the file from another; None where there is no file."""
-        if self.path is None:
-            return None
+        """Inode, size and time of the file, which show whether it was changed; None if missing."""
         try:
-            found = os.stat(self.path)
+            found = os.stat(self.path) if self.path is not None else None
         except OSError:
             return None
-        return found.st_ino, found.st_size, found.st_mtime_ns
+        return found and (found.st_ino, found.st_size, found.st_mtime_ns)
 
-    def _beside(self) -> Path:
-        """A name that nothing has yet, held."""
-        stem, suffix = self.path.stem, self.path.suffix
-        names = (self.path.with_name(f"{stem}-{n}{suffix}") for n in itertools.count(2))
-        return next(name for name in names if not name.exists() and self._hold(name))
+    def _lock_new_name(self, path: Path) -> Path:
+        """A path beside ``path`` that does not exist yet, locked."""
+        names = (path.with_name(f"{path.stem}-{n}{path.suffix}") for n in itertools.count(2))
+        return next(name for name in names if not name.exists() and self._acquire(name))
 
-    def _hold(self, path: Path) -> bool:
-        """Whether the file is this program's now, and no longer the one that was."""
+    def _acquire(self, path: Path) -> bool:
+        """Whether the lock of a path could be taken; the lock of the old path is released then."""
         file = path.resolve()
         try:
             lock = try_lock(file.with_name(f".{file.name}.lock"))

@@ -1,9 +1,9 @@
-"""Ctrl-C and SIGTERM as wishes: a step is finished, what was asked to be saved is saved.
+"""Ctrl-C and SIGTERM: the current step is finished and the session saved before a command stops.
 
-Python runs its signal handlers between two calls, and one call to MLX can be a whole step. So a
-thread of its own hears of a signal when it comes: it says that the step is being waited for, and
-ends the program at a second Ctrl-C. Files are written under another name first, so that what was
-saved before stays whole.
+Python runs signal handlers between two bytecodes, and a call to MLX can take as long as a whole
+step. A thread therefore receives the signals as they arrive: it tells the user that the step is
+being finished, and exits the program on a second Ctrl-C. Files are written under a temporary name
+first, so what was saved before stays intact.
 """
 
 import contextlib
@@ -17,21 +17,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..files import remove_temporary_files
-from .output import moves
+from .output import has_cursor
 
-# The terminal was closed, or somebody ends the process: both deserve a clean end.
+# The terminal was closed, or somebody ends the process.
 ENDINGS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
-PATIENCE = 0.3  # seconds; what comes in them belongs to the first signal: a key held down, say
-WAITING = "(finishing this step; Ctrl-C again ends at once, without saving)"
+PATIENCE = 0.3  # seconds in which more signals belong to the first one, as from a key held down
+WAITING = "(finishing this step; press Ctrl-C again to quit at once, without saving)"
 SHOW_CURSOR = "\033[?25h"  # a progress bar hides it
 
 
 class Stopped(Exception):
-    """A wish to stop, noticed between two steps."""
+    """Raised between two chunks of a prompt after a signal."""
 
 
 class Stop:
-    """The signal that asked to stop, None while nothing has."""
+    """The signal that asked to stop; false until one arrives."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -41,16 +41,16 @@ class Stop:
 
     @property
     def ends(self) -> bool:
-        """Whether the program is to end, and not only what it is doing."""
+        """Whether the program must exit, not only stop the current answer."""
         return self.signal in ENDINGS
 
     @property
     def status(self) -> int:
-        """The exit status that says so, as shells have it."""
+        """The exit status for the signal, as in a shell."""
         return 128 + (self.signal or 0)
 
     def watch(self, progress: Callable[[int, int], None]) -> Callable[[int, int], None]:
-        """``progress``, that raises Stopped between two chunks once a signal came."""
+        """``progress`` that raises Stopped after a signal."""
 
         def update(done: int, total: int) -> None:
             progress(done, total)
@@ -61,8 +61,8 @@ class Stop:
 
 
 @contextlib.contextmanager
-def stopping() -> Iterator[Stop]:
-    """Turn signals into a Stop, so that no step is left half done; a second Ctrl-C ends at once."""
+def stop_on_signals() -> Iterator[Stop]:
+    """Record signals in a Stop instead of raising; a second Ctrl-C exits at once."""
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
@@ -72,59 +72,29 @@ def stopping() -> Iterator[Stop]:
         if not stop or signum in ENDINGS:
             stop.signal = signum
 
-    with _handled({signal.SIGINT, *ENDINGS}, handle), _heard(_impatient):
+    with _handled({signal.SIGINT, *ENDINGS}, handle), _second_interrupt_exits():
         yield stop
 
 
-def _impatient(ear: socket.socket) -> None:
-    """Hear of signals until the other end is closed; a second Ctrl-C ends the program."""
-    if not ear.recv(1):
-        return
-    patient_until = time.monotonic() + PATIENCE
-    while (left := patient_until - time.monotonic()) > 0:
-        ear.settimeout(left)
-        with contextlib.suppress(TimeoutError):
-            if not ear.recv(1):
-                return
-    ear.settimeout(None)
-    with contextlib.suppress(OSError):  # nobody sees it: the terminal is closed
-        print(WAITING, file=sys.stderr, flush=True)
-    while heard := ear.recv(1):
-        if heard[0] == signal.SIGINT:
-            end_at_once()
-
-
-def end_at_once() -> None:
-    """Leave now, whatever the main thread is in; the terminal is left as it was."""
-    remove_temporary_files()
-    with contextlib.suppress(OSError):
-        cursor = SHOW_CURSOR if moves(sys.stderr) else ""
-        print(f"{cursor}\nmlx-kda: ended at once", file=sys.stderr, flush=True)
-    os._exit(128 + signal.SIGINT)
-
-
 @contextlib.contextmanager
-def _heard(listen: Callable[[socket.socket], None]) -> Iterator[None]:
-    """Run ``listen`` in a thread; it receives the number of every signal as it comes."""
-    ear, mouth = socket.socketpair()
-    mouth.setblocking(False)
-    before = signal.set_wakeup_fd(mouth.fileno(), warn_on_full_buffer=False)
-    thread = threading.Thread(target=listen, args=(ear,), daemon=True)
-    thread.start()
-    try:
+def exit_on_signals() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into SystemExit, so that ``finally`` blocks run."""
+    if threading.current_thread() is not threading.main_thread():
         yield
-    finally:
-        signal.set_wakeup_fd(before)
-        mouth.close()
-        thread.join()
-        ear.close()
+        return
+
+    def handle(signum: int, frame: Any) -> None:
+        sys.exit(128 + signum)
+
+    with _handled(set(ENDINGS), handle):
+        yield
 
 
-def one_interrupt() -> None:
-    """Let a Ctrl-C raise KeyboardInterrupt once, however long the key is held down.
+def interrupt_once() -> None:
+    """Let a Ctrl-C raise KeyboardInterrupt only once, even if the key is held down.
 
-    Another one while the first is on its way up would leave a traceback. Where a shell has denied
-    Ctrl-C to the program, as to background jobs, that stays so.
+    A second one during the first one's unwinding would print a traceback. If a shell ignores
+    SIGINT for the program, as for background jobs, it stays ignored.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return
@@ -141,20 +111,6 @@ def one_interrupt() -> None:
 
 
 @contextlib.contextmanager
-def ending() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP leave by SystemExit, so that what is to be done at the end is done."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def handle(signum: int, frame: Any) -> None:
-        sys.exit(128 + signum)
-
-    with _handled(set(ENDINGS), handle):
-        yield
-
-
-@contextlib.contextmanager
 def _handled(signals: set[int], handle: Any) -> Iterator[None]:
     before = {number: signal.signal(number, handle) for number in signals}
     try:
@@ -162,3 +118,47 @@ def _handled(signals: set[int], handle: Any) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _second_interrupt_exits() -> Iterator[None]:
+    """Run ``_watch`` in a thread that receives the number of every signal as it arrives."""
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    thread = threading.Thread(target=_watch, args=(reader,), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        writer.close()
+        thread.join()
+        reader.close()
+
+
+def _watch(reader: socket.socket) -> None:
+    """Read signal numbers until the other end is closed; a second Ctrl-C exits the program."""
+    if not reader.recv(1):
+        return
+    patient_until = time.monotonic() + PATIENCE
+    while (left := patient_until - time.monotonic()) > 0:
+        reader.settimeout(left)
+        with contextlib.suppress(TimeoutError):
+            if not reader.recv(1):
+                return
+    reader.settimeout(None)
+    with contextlib.suppress(OSError):  # the terminal is closed
+        print(WAITING, file=sys.stderr, flush=True)
+    while number := reader.recv(1):
+        if number[0] == signal.SIGINT:
+            _exit_at_once()
+
+
+def _exit_at_once() -> None:
+    """Exit now, whatever the main thread is doing, and leave the terminal as it was."""
+    remove_temporary_files()
+    with contextlib.suppress(OSError):
+        cursor = SHOW_CURSOR if has_cursor(sys.stderr) else ""
+        print(f"{cursor}\nmlx-kda: quit without saving", file=sys.stderr, flush=True)
+    os._exit(128 + signal.SIGINT)

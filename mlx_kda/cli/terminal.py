@@ -1,4 +1,4 @@
-"""Lines from a person or a pipe: prompt_toolkit where it is installed, else plain input."""
+"""The lines of a chat, from a terminal (by prompt_toolkit if it is installed) or a pipe."""
 
 import contextlib
 import os
@@ -10,55 +10,57 @@ from . import output
 
 if TYPE_CHECKING:
     from ..generate import Statistics
-    from .chat_commands import Talk
+    from .chat_commands import Chat
 
 PROMPT = "> "
 MORE = ". "
 
 
 class Terminal:
-    """Where the lines of a chat come from.
+    """Reads the lines of a chat.
 
-    At a terminal there is a prompt, editing and history; with prompt_toolkit (the extra ``chat``)
-    messages of several lines too. A line that ends with a backslash goes on.
+    A terminal has a prompt, editing and history; with prompt_toolkit (the extra ``chat``) also
+    messages of several lines. A line that ends with a backslash continues on the next.
+
+    Args:
+        history: earlier messages.
     """
 
-    def __init__(self, said: list[str]):
-        """``said`` are messages for the history."""
+    def __init__(self, history: list[str]):
         if hasattr(sys.stdin, "reconfigure"):
             sys.stdin.reconfigure(errors="replace")
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
         self._draft = ""
-        self._told: Statistics | None = None  # of the answer whose status was shown
-        self._session = _prompt_session(said) if self.interactive else None
+        self._shown: Statistics | None = None  # of the answer whose status was shown last
+        self._session = _prompt_session(history) if self.interactive else None
         if self.interactive and self._session is None:
             with contextlib.suppress(ImportError):
-                import readline  # (input() edits lines and remembers them once imported)
+                import readline  # input() edits lines and keeps a history once it is imported
 
-                for text in said:
+                for text in history:
                     readline.add_history(text.replace("\n", " "))
 
     def lines(self) -> Iterator[str]:
-        """Messages and commands until the end of input, whole characters all of them."""
+        """Messages and commands until the end of input, without broken characters."""
         if not self.interactive:
-            yield from _joined(_whole(line.rstrip("\n")) for line in sys.stdin)
+            yield from _joined(_repaired(line.rstrip("\n")) for line in sys.stdin)
             return
         read = self._plain if self._session is None else self._edited
         while True:
             try:
-                yield _whole(read())
+                yield _repaired(read())
             except EOFError:
                 output.note("")
                 return
             except KeyboardInterrupt:
-                output.note("(/exit or Ctrl-D ends)")
+                output.note("(/exit or Ctrl-D ends the chat)")
 
-    def after(self, talk: "Talk") -> None:
-        """What is shown and kept between two lines."""
-        self._draft, talk.draft = talk.draft, ""
-        if self.interactive and talk.last is not None and talk.last is not self._told:
-            output.note(f"[{talk.status()}]")
-        self._told = talk.last
+    def show_status(self, chat: "Chat") -> None:
+        """Show the status after an answer, and take over what the next line begins with."""
+        self._draft, chat.draft = chat.draft, ""
+        if self.interactive and chat.last is not None and chat.last is not self._shown:
+            output.note(f"[{chat.status()}]")
+        self._shown = chat.last
 
     def _edited(self) -> str:
         default, self._draft = self._draft, ""
@@ -75,16 +77,16 @@ class Terminal:
         return "\n".join(lines)
 
 
-def _whole(line: str) -> str:
-    """The line with a replacement character for each byte that is no part of a character.
+def _repaired(line: str) -> str:
+    """The line with a replacement character for each byte that is not UTF-8.
 
-    Readers of a terminal give such bytes as lone surrogates, which nothing can encode.
+    Such bytes arrive as lone surrogates, which cannot be encoded.
     """
     return line.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _joined(lines: Iterator[str]) -> Iterator[str]:
-    """Lines, those that end with a backslash together with the next."""
+    """Lines, each that ends with a backslash joined with the next."""
     held: list[str] = []
     for line in lines:
         if line.endswith("\\"):
@@ -98,7 +100,7 @@ def _joined(lines: Iterator[str]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _prefilled(text: str) -> Iterator[None]:
-    """Let input() begin with a text to change, where readline can."""
+    """Let input() begin with a text to edit, if readline is available."""
     try:
         import readline
     except ImportError:
@@ -113,9 +115,9 @@ def _prefilled(text: str) -> Iterator[None]:
         readline.set_startup_hook(None)
 
 
-def _prompt_session(said: list[str]) -> Any:
-    """prompt_toolkit's, or None where it is not installed or the terminal cannot show it."""
-    if not output.moves(sys.stdout):
+def _prompt_session(history: list[str]) -> Any:
+    """A prompt of prompt_toolkit; None if it is not installed or the terminal has no cursor."""
+    if not output.has_cursor(sys.stdout):
         return None
     try:
         from prompt_toolkit import PromptSession
@@ -143,9 +145,9 @@ def _prompt_session(said: list[str]) -> Any:
 
     @keys.add(Keys.Vt100MouseEvent)
     def _(event: Any) -> None:
-        """Nothing: the mouse is not used, and a pasted colour would be taken for it, and fail."""
+        """Ignore mouse events: a pasted colour sequence would be taken for one, and fail."""
 
-    # Nothing here needs to know the cursor's place, and not every terminal tells it.
+    # The cursor's position is not needed, and not every terminal reports it.
     colours = ColorDepth.DEPTH_1_BIT if os.environ.get("NO_COLOR") else None
     screen = Vt100_Output.from_pty(sys.stdout, os.environ.get("TERM"), colours)
     screen.enable_cpr = False
@@ -153,6 +155,6 @@ def _prompt_session(said: list[str]) -> Any:
         output=screen,
         multiline=True,
         key_bindings=keys,
-        history=InMemoryHistory(said),
+        history=InMemoryHistory(history),
         prompt_continuation=lambda width, line, wrapped: MORE,
     )

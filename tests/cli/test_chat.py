@@ -9,9 +9,8 @@ from helpers.tiny import difference
 from tolerances import MODEL_SPLIT
 
 from mlx_kda.cli import output
-from mlx_kda.cli.chat_commands import Talk
+from mlx_kda.cli.chat_commands import Chat
 from mlx_kda.cli.main import main
-from mlx_kda.cli.options import sampling_options
 from mlx_kda.cli.signals import Stopped
 from mlx_kda.context import Context
 from mlx_kda.generate import decode_text
@@ -68,13 +67,13 @@ def test_exit_ends_and_blank_lines_are_skipped(chat):
 def test_reset_forgets(chat):
     _, out, err = chat("hello\n/reset\nhello\n")
     half = len(out) // 2
-    assert out[:half] == out[half:] and "forgotten" in err
+    assert out[:half] == out[half:] and "new conversation" in err
 
 
 def test_stats_and_help(chat):
     _, out, err = chat("/stats\nhello\n/stats\n/help\n/frob\n")
-    assert "nothing answered yet" in err and "tokens/s" in err and "of 512" in err
-    assert "/reset" in err and "no command /frob" in err
+    assert "no answer yet" in err and "tokens/s" in err and "of 512" in err
+    assert "/reset" in err and "unknown command /frob" in err
     assert "tokens/s" not in out
 
 
@@ -87,8 +86,8 @@ def test_a_turn_stopped_while_reading_says_how_to_take_it_back(tiny_model, monke
         raise Stopped
 
     monkeypatch.setattr(session, "send", send)
-    assert talk.take("hello")
-    assert "(stopped while reading: /undo takes it back)" in capsys.readouterr().err
+    assert talk.handle("hello")
+    assert "(stopped while reading; /undo removes the message)" in capsys.readouterr().err
     assert "tokens/s" not in talk.status() and "this turn" in talk.status()
 
 
@@ -97,14 +96,14 @@ def test_two_slashes_begin_a_message_with_one(chat, tiny_model):
     status, out, err = chat("//etc/hosts is what?\n")
     assert (status, err) == (0, "")
     assert out == cold_answers(tiny_model, ["/etc/hosts is what?"])[0] + "\n"
-    assert "//etc/hosts is a message" in chat("/etc/hosts is what?\n")[2]
+    assert "//etc/hosts sends a message" in chat("/etc/hosts is what?\n")[2]
 
 
 def test_conversations_that_the_file_does_not_keep_are_named(chat, tmp_path):
     file = str(tmp_path / "talk.session")
     err = chat("hello\n/fork other\nhello\n", "--session", file)[2]
-    assert f"{file} keeps 'other'; not kept: 'main'" in err
-    assert "not kept" not in chat("hello\n", "--session", file)[2]
+    assert f"{file} holds 'other'; not saved: 'main'" in err
+    assert "not saved" not in chat("hello\n", "--session", file)[2]
 
 
 def test_a_message_too_long_is_refused_and_the_talk_goes_on(chat):
@@ -121,7 +120,7 @@ def test_system_message(chat):
 def talk_with(tiny_model, **settings):
     """A Talk and its session."""
     session = Session(*tiny_model)
-    talk = Talk(session, sampling_options)
+    talk = Chat(session)
     talk.set_options(settings)
     return talk, session
 
@@ -137,7 +136,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(tiny_model, monkeypa
 
     monkeypatch.setattr(output, "write", write)
     before = signal.getsignal(signal.SIGINT)
-    assert talk.take("hello")
+    assert talk.handle("hello")
     assert signal.getsignal(signal.SIGINT) is before
     assert "(stopped)" in capsys.readouterr().err
     assert talk.last.generation_tokens == 3 and talk.last.finish_reason == "interrupted"
@@ -145,8 +144,8 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(tiny_model, monkeypa
 
     # the next turn goes on from there and equals a run that reads it all anew
     monkeypatch.setattr(output, "write", lambda text: None)
-    talk.take("/set max-tokens 5")
-    talk.take("go on")
+    talk.handle("/set max-tokens 5")
+    talk.handle("go on")
     assert talk.last.reused_tokens == len(read)
     assert session.tokens[: len(read)] == read
     cold = Context(tiny_model[0])
@@ -166,7 +165,7 @@ def test_ctrl_c_while_reading_stops_between_chunks(tiny_model, monkeypatch):
         return prefill(*args, **kwargs)
 
     monkeypatch.setattr(type(model), "__call__", interrupted)
-    assert talk.take("a long message " * 4)
+    assert talk.handle("a long message " * 4)
     assert len(session.tokens) == 16
     assert talk.last.finish_reason == "interrupted" and talk.last.generation_tokens == 0
 
@@ -181,8 +180,8 @@ def test_sigterm_ends_the_chat_after_the_step(tiny_model, monkeypatch):
             signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(output, "write", write)
-    assert not talk.take("hello")
-    assert talk.ended == 128 + signal.SIGTERM
+    assert not talk.handle("hello")
+    assert talk.exit_status == 128 + signal.SIGTERM
     assert session.messages[-1]["role"] == "assistant" and talk.last.generation_tokens == 3
 
 
@@ -193,7 +192,7 @@ def test_undo_regen_and_edit(chat):
     assert answers(chat("hello\n/undo\nother\n")[1])[1] == chat("other\n")[1].strip("\n")
     _, out, err = chat("hello\n/edit other\n/undo\n/undo\n")
     assert answers(out)[1] == chat("other\n")[1].strip("\n")
-    assert "took back: other" in err and "nothing to take back" in err
+    assert "removed: other" in err and "no message to remove" in err
     assert "no message to edit" in chat("/edit x\n")[2]
     assert "no message to answer" in chat("/regen\n")[2]
 
@@ -204,8 +203,8 @@ def test_forks(chat):
     )
     lines = answers(out)
     assert len(lines) == 3 and lines[1] == lines[2]
-    assert "'main' is kept" in err and "aside: " in err and "(here)" in err
-    assert "no conversation 'x'" in err and "'main' already" in err
+    assert "returns to 'main'" in err and "aside: " in err and "(in use)" in err
+    assert "no other conversation 'x'" in err and "'main' exists already" in err
 
 
 def test_save_load_and_resume(chat, tmp_path):
@@ -240,12 +239,12 @@ def test_system_and_set(chat):
     _, out, err = chat("/system be brief\nhello\n/system\nhello\n")
     first, _ = answers(out)
     assert first == chat("hello\n", "--system", "be brief")[1].strip("\n")
-    assert "left out" in err
+    assert "system message removed" in err
     _, out, err = chat("/set max-tokens 3\nhello\n/set\n/set temp 0.5\n/set speculate on\n/stats\n")
     assert len(out) < len(chat("hello\n")[1])
     assert "max-tokens 3" in err and "temp 0.5" in err and "speculate on" in err
     err = chat("/set heat 3\n/set temp hot\n/set speculate maybe\n")[2]
-    assert err.count("mlx-kda: ") == 3 and "no option heat" in err and "on or off" in err
+    assert err.count("mlx-kda: ") == 3 and "unknown option heat" in err and "on or off" in err
     assert "seed none" in chat("/set seed 3\n/set seed none\n")[2]
 
 
@@ -258,7 +257,7 @@ def test_a_policy(chat):
 
 def test_a_backslash_joins_lines(chat, tmp_path):
     chat("one\\\ntwo\n", "--session", str(tmp_path / "s"))
-    assert "took back: one\ntwo" in chat("/undo\n", "--session", str(tmp_path / "s"))[2]
+    assert "removed: one\ntwo" in chat("/undo\n", "--session", str(tmp_path / "s"))[2]
 
 
 def test_status_line(tiny_model):
@@ -271,7 +270,7 @@ def test_status_line(tiny_model):
         f"{s.generation_tps:.1f} tokens/s",
         f"context {len(talk.session.tokens)} of 512",
         "peak ",
-        f"{s.reused_tokens} re-used, {s.prefilled_tokens} prefilled",
+        f"{s.reused_tokens} reused, {s.prefilled_tokens} prefilled",
     ):
         assert words in talk.status()
 

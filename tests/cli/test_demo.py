@@ -51,7 +51,7 @@ def test_the_whole_way(tiny_hf, scratch, capsys):
     ]
     places = [out.index(text) for text in order]
     assert places == sorted(places)
-    assert out.count(" re-used") == 2
+    assert out.count(" reused") == 2
     assert list(scratch.iterdir()) == [], "the converted model is not left behind"
 
 

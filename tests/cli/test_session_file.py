@@ -8,10 +8,9 @@ import pytest
 from helpers.paused import Pause, started
 from helpers.program import PROGRAM
 
-from mlx_kda.cli.chat_commands import Talk
+from mlx_kda.cli.chat_commands import Chat
 from mlx_kda.cli.main import main
-from mlx_kda.cli.options import sampling_options
-from mlx_kda.cli.session_file import Keeper
+from mlx_kda.cli.session_file import SessionFile
 from mlx_kda.errors import UserError
 from mlx_kda.session import Session
 
@@ -94,19 +93,19 @@ def test_a_file_that_appears_before_it_is_held_is_gone_on_with(
 def test_saving_to_the_file_that_is_kept(tiny_model, folder, capsys):
     """/save FILE with the chat's own file used to look like another program's work."""
     session = saved(folder / "talk", tiny_model)
-    with Keeper(folder / "talk") as keeper:
-        talk = Talk(session, sampling_options, keeper)
-        talk.take(f"/save {folder}/../{folder.name}/talk")
+    with SessionFile(folder / "talk") as file:
+        talk = Chat(session, file)
+        talk.handle(f"/save {folder}/../{folder.name}/talk")
         session.prefill([4])
-        talk.keep(at_end=True)
+        talk.save()
     assert "another program" not in capsys.readouterr().err and os.listdir(folder) == ["talk"]
     assert Session.load(folder / "talk", *tiny_model).tokens == [1, 2, 3, 4]
 
 
 def test_saving_to_a_file_that_another_keeps(tiny_model, folder, capsys):
     theirs = saved(folder / "theirs", tiny_model)
-    with Keeper(folder / "theirs") as other:
-        Talk(saved(folder / "mine", tiny_model), sampling_options).take(f"/save {folder}/theirs")
+    with SessionFile(folder / "theirs") as other:
+        Chat(saved(folder / "mine", tiny_model)).handle(f"/save {folder}/theirs")
         assert "in use by another mlx-kda" in capsys.readouterr().err
         theirs.prefill([7])
         other.save(theirs)
@@ -118,14 +117,14 @@ def test_two_names_of_one_file(tiny_model, folder, tmp_path):
     """A link is the file that it leads to, and stays a link."""
     session = saved(folder / "talk", tiny_model)
     (tmp_path / "link").symlink_to(folder / "talk")
-    with Keeper(tmp_path / "link") as keeper:
+    with SessionFile(tmp_path / "link") as file:
         with pytest.raises(UserError, match="in use"):
-            Keeper(folder / "talk")
+            SessionFile(folder / "talk")
         session.prefill([4])
-        keeper.save(session)
+        file.save(session)
     assert (tmp_path / "link").is_symlink() and os.listdir(folder) == ["talk"]
     assert Session.load(folder / "talk", *tiny_model).tokens == [1, 2, 3, 4]
-    with Keeper(folder / "talk"):
+    with SessionFile(folder / "talk"):
         pass
 
 
@@ -165,16 +164,16 @@ def test_a_save_that_failed_slowly_is_not_tried_again_at_once(tmp_path, monkeypa
             raise UserError("cannot save it: No space left on device")
 
     failing = Failing()
-    with Keeper(tmp_path / "s") as keeper:
+    with SessionFile(tmp_path / "s") as file:
         for _ in range(3):
-            assert not keeper.now_and_then(failing)
+            assert not file.save_if_due(failing)
         assert failing.saves == 1 and capsys.readouterr().err.count("No space left") == 1
         clock[0] += 1300
-        assert not keeper.now_and_then(failing) and failing.saves == 2
+        assert not file.save_if_due(failing) and failing.saves == 2
         with pytest.raises(UserError, match="No space left"):
-            keeper.save(failing)  # at the end, whatever it takes
+            file.save(failing)  # at the end, whatever it takes
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     with pytest.raises(UserError, match="cannot be written: No such file"):
-        Keeper(tmp_path / "none" / "talk")
+        SessionFile(tmp_path / "none" / "talk")

@@ -11,10 +11,9 @@ from helpers.program import PROGRAM
 
 import mlx_kda
 from mlx_kda import files
-from mlx_kda.cli.chat_commands import Talk
-from mlx_kda.cli.options import sampling_options
-from mlx_kda.cli.session_file import Keeper
-from mlx_kda.cli.signals import WAITING, stopping
+from mlx_kda.cli.chat_commands import Chat
+from mlx_kda.cli.session_file import SessionFile
+from mlx_kda.cli.signals import WAITING, stop_on_signals
 from mlx_kda.context import Context
 from mlx_kda.errors import UserError
 from mlx_kda.session import Session
@@ -54,7 +53,7 @@ def test_a_second_ctrl_c_ends_at_once(tiny_mlx, saved, tmp_path, command, where)
         process.send_signal(signal.SIGINT)  # nobody lets the step go on: it ends all the same
         _, err = process.communicate()
     assert process.returncode == 130
-    assert err.decode().strip() == "mlx-kda: ended at once"
+    assert err.decode().strip() == "mlx-kda: quit without saving"
     assert saved.read_bytes() == before
     assert os.listdir(saved.parent) == [saved.name]
 
@@ -83,7 +82,7 @@ def test_ctrl_c_outside_of_steps_is_one_line_however_often(tiny_mlx, tmp_path, p
 def test_a_key_held_down_is_one_ctrl_c(monkeypatch):
     """What comes within a moment of the first signal belongs to it."""
     monkeypatch.setattr("mlx_kda.cli.signals.PATIENCE", LIMIT)
-    with stopping() as stop:
+    with stop_on_signals() as stop:
         for _ in range(5):
             signal.raise_signal(signal.SIGINT)
         assert stop and not stop.ends
@@ -93,7 +92,7 @@ def test_a_key_held_down_is_one_ctrl_c(monkeypatch):
 def test_a_signal_while_a_chat_saves_does_not_cut_it_short(tiny_model, tmp_path, sent):
     """Ctrl-C is no end of a chat; SIGTERM is one, once the file is whole."""
     session = Session(*tiny_model)
-    talk = Talk(session, sampling_options, Keeper(tmp_path / "s"))
+    talk = Chat(session, SessionFile(tmp_path / "s"))
     save = session.save
 
     def interrupted(path):
@@ -102,13 +101,13 @@ def test_a_signal_while_a_chat_saves_does_not_cut_it_short(tiny_model, tmp_path,
 
     session.save = interrupted
     session.prefill([1, 2, 3])
-    talk.keep()
+    talk.save_if_due()
     assert Session.load(tmp_path / "s", *tiny_model).tokens == [1, 2, 3]
-    assert talk.ended == (None if sent == signal.SIGINT else 128 + sent)
+    assert talk.exit_status == (None if sent == signal.SIGINT else 128 + sent)
 
 
 def test_sigterm_after_ctrl_c_still_ends_the_program():
-    with stopping() as stop:
+    with stop_on_signals() as stop:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
         assert stop.ends and stop.status == 128 + signal.SIGTERM
@@ -117,7 +116,7 @@ def test_sigterm_after_ctrl_c_still_ends_the_program():
 def test_handlers_and_the_wakeup_are_as_before():
     before = signal.getsignal(signal.SIGINT), signal.set_wakeup_fd(-1)
     for _ in range(3):
-        with stopping():
+        with stop_on_signals():
             pass
     assert (signal.getsignal(signal.SIGINT), signal.set_wakeup_fd(-1)) == before
 
@@ -142,23 +141,23 @@ def test_a_stop_waits_for_one_short_step(tiny_model):
 
 
 def test_a_session_changed_by_another_program_is_not_overwritten(tiny_model, saved, capsys):
-    with Keeper(str(saved)) as keeper:
+    with SessionFile(str(saved)) as file:
         session = Session.load(saved, *tiny_model)
-        keeper.save(session)
+        file.save(session)
         mine = saved.read_bytes()
         other = Session(*tiny_model)
         other.prefill([9] * 7)
         other.save(saved)
         theirs = saved.read_bytes()
         session.prefill([4])
-        keeper.save(session)
-        keeper.save(session)
+        file.save(session)
+        file.save(session)
         assert saved.read_bytes() == theirs != mine
         beside = saved.with_name("s-2")
         assert Session.load(beside, *tiny_model).tokens == [1, 2, 3, 4]
-        assert capsys.readouterr().err.count("written by another program meanwhile") == 1
+        assert capsys.readouterr().err.count("changed by another program") == 1
         beside.unlink()  # what is gone is nobody's work
-        keeper.save(session)
+        file.save(session)
         assert capsys.readouterr().err == ""
     assert sorted(os.listdir(saved.parent)) == ["s", "s-2"]
 
@@ -175,29 +174,29 @@ def test_saving_in_between_takes_little_of_the_time_and_of_the_disk(monkeypatch,
             clock[0] += 10
             path.write_text(str(self.saves))
 
-    keeper, session = Keeper(str(tmp_path / "s")), Slow()
-    assert keeper.now_and_then(session)
-    assert not keeper.now_and_then(session)
+    file, session = SessionFile(str(tmp_path / "s")), Slow()
+    assert file.save_if_due(session)
+    assert not file.save_if_due(session)
     clock[0] += 199
-    assert not keeper.now_and_then(session)
+    assert not file.save_if_due(session)
     clock[0] += 2
-    assert keeper.now_and_then(session) and session.saves == 2
+    assert file.save_if_due(session) and session.saves == 2
 
     # An existing file of 900 MB may be written anew after 900 s.
     (tmp_path / "long").write_bytes(b"")
     os.truncate(tmp_path / "long", 900_000_000)
-    long = Keeper(str(tmp_path / "long"))
+    long = SessionFile(str(tmp_path / "long"))
     clock[0] += 899
-    assert not long.now_and_then(session) and session.saves == 2
+    assert not long.save_if_due(session) and session.saves == 2
     clock[0] += 2
-    assert long.now_and_then(session) and session.saves == 3
+    assert long.save_if_due(session) and session.saves == 3
 
     class Failing:
         def save(self, path):
             raise UserError("cannot save it: No space left on device")
 
     clock[0] += 300
-    assert not keeper.now_and_then(Failing())
+    assert not file.save_if_due(Failing())
     assert "No space left" in capsys.readouterr().err
 
 
