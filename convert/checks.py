@@ -239,7 +239,7 @@ def _misstated(plan: ConversionPlan, settings: dict[str, Any]) -> list[str]:
     for path, form in plan.mapping.quantized.items():
         own = settings.get(path)
         stated = {"mode": "affine"} | own if isinstance(own, dict) else default
-        if any(stated.get(key) != value for key, value in form.items()):
+        if any(stated.get(key) != value for key, value in form.as_config().items()):
             odd.append(path)
     return odd
 

@@ -167,9 +167,9 @@ class _Pair:
         if name in self.counted:  # a tied embedding is read twice
             return
         self.counted.add(name)
-        packing = self.kept.plan.mapping.quantized.get(name.removesuffix(".weight"))
+        how = self.kept.plan.mapping.quantized.get(name.removesuffix(".weight"))
         family = self.result.families.setdefault(tensor_family(name), FamilyError())
-        family.add(name, wrong, total, weight_bound(packing, kept, given))
+        family.add(name, wrong, total, weight_bound(how, kept, given))
 
 
 class _DeferredExperts(nn.Module):
@@ -191,7 +191,7 @@ class _DeferredExperts(nn.Module):
     def keep(self, moe: nn.Module) -> None:
         """Keep what the experts of a layer, which has just run, are to compute."""
         x = self._seen
-        chosen, weights = moe.select(x)
+        chosen, weights = moe.route(moe.gate(x), x.dtype)
         rows = x.reshape(-1, x.shape[-1])
         mx.eval(rows, chosen, weights)
         self._inputs.append(rows)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from ..weights.quantization import Quantization
+
 SLICE = 1 << 24  # elements compared at a time
 # Largest relative error of a weight by mode: about twice that of normally distributed weights in
 # groups of 64; heavier tails come to 1.3 times that.
@@ -13,13 +15,13 @@ MODE_BOUNDS = {"mxfp4": 0.25, "nvfp4": 0.2, "mxfp8": 0.06}
 ROUNDING = {mx.float32: 1e-7, mx.bfloat16: 4e-3, mx.float16: 1e-3}
 
 
-def weight_bound(packing: dict | None, kept: mx.Dtype, given: mx.Dtype) -> float:
+def weight_bound(quantization: Quantization | None, kept: mx.Dtype, given: mx.Dtype) -> float:
     """The largest ``|W - W'| / |W|`` of a correct weight; ``kept`` and ``given`` are its dtypes."""
-    if packing is None:
+    if quantization is None:
         return 0.0 if kept == given else ROUNDING.get(kept, 0.0)
-    if packing["mode"] == "affine":
-        return 3.2 / 2 ** packing["bits"] + 0.004  # scales of 16 bits round too
-    return MODE_BOUNDS[packing["mode"]]
+    if quantization.mode == "affine":
+        return 3.2 / 2**quantization.bits + 0.004  # scales of 16 bits round too
+    return MODE_BOUNDS[quantization.mode]
 
 
 @dataclass

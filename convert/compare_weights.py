@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 import mlx.core as mx
 import numpy as np
 
+from ..weights.quantization import dequantize
 from ..weights.safetensors import Read, as_array, read_bytes, rows_of
 from ..weights.source import Reader
 from ..weights.source_view import DerivedTensor
@@ -94,9 +95,8 @@ class ModelWeights:
         return self._dequantize(path, parts) if path in self._quantized else parts["weight"]
 
     def _dequantize(self, path: str, parts: Weights) -> mx.array:
-        how = self._quantized[path]
-        arrays = parts["weight"], parts["scales"], parts.get("biases")
-        return mx.dequantize(*arrays, how["group_size"], how["bits"], how["mode"], dtype=mx.float32)
+        arrays = [parts[part] for part in ("weight", "scales", "biases") if part in parts]
+        return dequantize(arrays, self._quantized[path], mx.float32)
 
     def _small_steps(self, unit: str) -> list[Step]:
         large = unit in (EMBEDDING, HEAD)
@@ -194,7 +194,7 @@ def plain_shapes(mapping: WeightMapping) -> dict[str, tuple[int, ...]]:
             shapes[name] = spec.shape
         elif part == "weight":
             *rows, words = spec.shape
-            shapes[name] = (*rows, words * 32 // mapping.quantized[path]["bits"])
+            shapes[name] = (*rows, words * 32 // mapping.quantized[path].bits)
     return shapes
 
 

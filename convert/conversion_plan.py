@@ -16,6 +16,7 @@ from ..models import map_checkpoint
 from ..models.hybrid_config import HybridConfig
 from ..models.tensor_roles import CONVOLUTION, tensor_family
 from ..plan import machine
+from ..weights.quantization import config_entry
 from ..weights.safetensors import DTYPE_WORDS, Spec
 from ..weights.safetensors_writer import WAITING_BYTES
 from ..weights.source import CheckpointSource
@@ -108,10 +109,8 @@ class ConversionPlan:
             return self.recipe.as_config()
         if not self.mapping.quantized:
             return None
-        # The weights came quantised: the commonest packing, and the weights that differ.
-        packings = [tuple(sorted(packing.items())) for packing in self.mapping.quantized.values()]
-        default = dict(Counter(packings).most_common(1)[0][0])
-        return default | {p: how for p, how in self.mapping.quantized.items() if how != default}
+        # The weights came quantised: the most frequent settings, and the weights that differ.
+        return config_entry(self.mapping.quantized)
 
     def apply_recipe(self) -> None:
         """Plan the output steps under the recipe, with what a byte budget has chosen."""

@@ -8,14 +8,13 @@ The router gets 8 affine bits or more. A rule for a weight takes precedence over
 
 import re
 import shlex
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from ..errors import UserError
 from ..models.tensor_roles import CONVOLUTION, GATE_PATH, ROUTER, ROUTER_QUANTIZATION
-from ..weights.quantization import Quantization
+from ..weights.quantization import Quantization, config_entry
 from ..weights.safetensors import DTYPE_WORDS, FLOATS, Spec
 
 RULE = re.compile(r"(.+)=(?:keep|\s*(\d+)\s*,\s*(\d+)\s*(?:,\s*(\w+)\s*)?)")
@@ -121,11 +120,7 @@ class Recipe:
 
     def as_config(self) -> dict:
         """The ``quantization`` entry of config.json: a default and the weights that differ."""
-        default = self.default
-        if default is None or self.chosen:
-            default = Counter(self.packed.values()).most_common(1)[0][0]
-        differ = {p: v.as_config() for p, v in self.packed.items() if v != default}
-        return default.as_config() | differ
+        return config_entry(self.packed, None if self.chosen else self.default)
 
     def describe(self) -> dict:
         """The options that made the recipe, for JSON."""

@@ -1,8 +1,8 @@
-"""What the families have in common: KDA and MLA layers by turns, dense blocks or experts.
+"""The model that the families share: KDA and MLA layers, with dense or mixture-of-experts MLPs.
 
 The classes keep mlx-lm's contract (``from_dict``, ``__call__``, ``layers``, ``sanitize``,
 ``make_cache``, ``cast_predicate``, ``quant_predicate``, ``shard``) and the parameter names of its
-Kimi Linear, so that files and tools travel both ways.
+Kimi Linear, so that files and tools work with both.
 """
 
 from collections.abc import Callable
@@ -28,10 +28,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.is_linear = config.layer_types[index] == KDA
         self.self_attn = _kda(config) if self.is_linear else _mla(config)
-        if config.mlp_layer_types[index] == MOE:
-            self.mlp = _moe(config)
-        else:
-            self.mlp = MLP(config.hidden_size, config.intermediate_size)
+        is_moe = config.mlp_layer_types[index] == MOE
+        self.mlp = _moe(config) if is_moe else MLP(config.hidden_size, config.intermediate_size)
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -109,8 +107,8 @@ class Model(nn.Module):
 
         Args:
             inputs: [B, T] integers; T = 0 changes nothing and gives no rows.
-            cache: from ``make_cache``; advanced in place. None: a text on its own.
-            last_only: compute the last row alone; in a prefill the head is the widest matrix.
+            cache: from ``make_cache``; advanced in place. None: the sequence begins and ends here.
+            last_only: compute the last row only; in a prefill the head is the widest matrix.
 
         Returns:
             [B, T, vocab] (or [B, 1, vocab]). Evaluating it evaluates every array of the cache too,
@@ -144,21 +142,21 @@ class Model(nn.Module):
         """What computes the KDA layers: "ops", or the runner of their kernels.
 
         Set to "auto" it becomes "metal" on an Apple GPU and "ops" elsewhere; ``runner_reason``
-        says why. "ops", "metal", "emulator", "emulator-fast" and "cuda" are taken at their word.
+        says why. "ops", "metal", "emulator", "emulator-fast" and "cuda" are used as given.
         """
         return self._runner
+
+    @runner.setter
+    def runner(self, name: str) -> None:
+        self.use_runner(*resolve(name))
 
     @property
     def runner_reason(self) -> str:
         """Why the runner is what it is."""
         return self._runner_reason
 
-    @runner.setter
-    def runner(self, name: str) -> None:
-        self.use_runner(*resolve(name))
-
     def use_runner(self, name: str, reason: str) -> None:
-        """Run the KDA layers by ``name`` and remember why."""
+        """Run the KDA layers by ``name``, and keep the reason."""
         self._runner, self._runner_reason = name, reason
         for layer in self.layers:
             for block in (layer.self_attn, layer.mlp):
@@ -166,10 +164,10 @@ class Model(nn.Module):
                     block.runner = name
 
     def merge(self, on: bool = True) -> None:
-        """Apply maps of one input (q, k, v, ...; gate and up) as one product in short steps.
+        """Compute linear maps of one input (q, k, v, ...; gate and up) as one, in short steps.
 
-        The weights are the same arrays either way, and so are the results but for the order of
-        sums. Maps that are replaced later, by adapters say, are applied one by one again.
+        Weights stay the same arrays and results the same but for the order of sums. Maps that are
+        replaced later, by adapters for example, are computed one by one again.
         """
         for layer in self.layers:
             for block in (layer.self_attn, layer.mlp):
@@ -178,19 +176,19 @@ class Model(nn.Module):
 
     @property
     def kda_layers(self) -> list[KimiDeltaAttention]:
-        return [layer.self_attn for layer in self.layers if layer.is_linear]
+        blocks = (layer.self_attn for layer in self.layers)
+        return [block for block in blocks if isinstance(block, KimiDeltaAttention)]
 
     def make_cache(self, policy: str | Policy = "exact", *, portable: bool = True) -> list[Any]:
         """An empty cache; see ``mlx_kda.cache.make_cache``."""
         return make_cache(self, policy, portable=portable)
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Weights of any known layout under this class's names and shapes; sanitised ones stay.
+        """Weights of any known layout under this class's names and shapes.
 
         Raises:
             CheckpointError: a tensor is missing, left over, or of a wrong shape.
         """
-
         specs = {name: Spec(tuple(w.shape), w.dtype) for name, w in weights.items()}
         made: dict[str, mx.array] = {}
         for step in map_tensors(self.args, specs).steps:
@@ -199,12 +197,12 @@ class Model(nn.Module):
 
     @property
     def cast_predicate(self) -> Callable[[str], bool]:
-        """Whether a parameter follows ``--dtype``: gate parameters and router biases never do."""
+        """Whether a parameter is cast by ``--dtype``: not gate parameters and router biases."""
         return lambda path: not path.endswith(("e_score_correction_bias", "A_log", "dt_bias"))
 
     @property
     def quant_predicate(self) -> Callable[[str, nn.Module], bool | dict]:
-        """What mlx-lm's quantiser may touch: the default recipe of this package."""
+        """What mlx-lm's quantiser quantises, and how: this package's default recipe."""
 
         def rule(path: str, _: nn.Module) -> bool | dict:
             if ROUTER.search(path):

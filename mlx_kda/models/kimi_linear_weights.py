@@ -160,7 +160,7 @@ def _quantized_experts(
     first = settings.pop()
     if settings or first is None:
         raise CheckpointError(f"the experts of {target} are quantised in different ways")
-    build.mapping.quantized[target] = first.as_config()
+    build.mapping.quantized[target] = first
     for part in PARTS:
         names = [f"{expert}.{part}" for expert in experts if build.has(f"{expert}.{part}")]
         if names:

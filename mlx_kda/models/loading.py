@@ -1,7 +1,7 @@
-"""From a checkpoint's folder to a model and its tokenizer, with every tensor accounted for."""
+"""Loading a model and its tokenizer from a checkpoint, with every tensor accounted for."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -10,7 +10,9 @@ from ..doctor import prepare
 from ..errors import CheckpointError
 from ..layers.blas_layout import lay_out
 from ..tokenizer import load_tokenizer
+from ..weights.quantization import Quantization
 from ..weights.source import CheckpointSource, open_source
+from ..weights.weight_mapping import Step
 from . import get_model_classes, map_checkpoint
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -55,15 +57,15 @@ def _build(source: CheckpointSource, runner: str) -> nn.Module:
 
 
 def _read(source: CheckpointSource) -> dict[str, mx.array]:
-    """Every tensor of the folder, not yet read from disk."""
+    """Every tensor of the folder; MLX reads each from disk when it is used."""
     arrays: dict[str, mx.array] = {}
     for file in sorted({stored.file for stored in source.tensors.values()}):
-        arrays |= mx.load(str(file))
+        arrays |= cast(dict[str, mx.array], mx.load(str(file)))
     return arrays
 
 
-def _made(steps: list[Any], arrays: dict[str, mx.array]) -> dict[str, mx.array]:
-    """The model's weights; nothing else keeps ``arrays``, so a source goes once it is used."""
+def _made(steps: list[Step], arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+    """The model's weights. The caller keeps no ``arrays``, so each is freed once it is used."""
     weights: dict[str, mx.array] = {}
     for step in steps:
         weights |= step.run(arrays.__getitem__)
@@ -72,27 +74,27 @@ def _made(steps: list[Any], arrays: dict[str, mx.array]) -> dict[str, mx.array]:
 
 def _quantise(
     model: nn.Module,
-    packed: dict[str, dict],
+    quantized: dict[str, Quantization],
     weights: dict[str, mx.array],
     settings: dict[str, Any],
 ) -> None:
-    """Make the layers whose weights are packed quantised ones, each with the settings it has.
+    """Turn the layers whose weights are quantised into quantised layers.
 
-    The shapes of the packed weights say them without doubt; a config that says otherwise of a
-    layer is refused.
+    Their shapes determine the settings; a config.json that contradicts them is refused.
     """
-    chosen = {}
-    for path, found in packed.items():
-        named = settings.get(path)
-        if isinstance(named, dict) and any(named.get(k, v) != v for k, v in found.items()):
+    chosen: dict[str, dict[str, Any]] = {}
+    for path, how in quantized.items():
+        found, stated = how.as_config(), settings.get(path)
+        if isinstance(stated, dict) and any(stated.get(k, v) != v for k, v in found.items()):
             raise CheckpointError(
-                f"{path}: its packed shapes say {found}, config.json's quantization says {named}"
+                f"{path}: the shapes of its tensors say {found}, config.json's quantization says "
+                f"{stated}"
             )
-        chosen[path] = dict(found)
+        chosen[path] = found
         if f"{path}.global_scale" in weights:
             if mx.default_device() == mx.cpu:
                 raise CheckpointError(f"{path} has a global scale, which MLX has on a GPU only")
-            chosen[path]["global_scale"] = True
+            found["global_scale"] = True
     if chosen:
         nn.quantize(model, class_predicate=lambda path, _: chosen.get(path, False))
 
@@ -109,7 +111,7 @@ def _at_working_dtype(weights: dict[str, mx.array]) -> dict[str, mx.array]:
             sizes[w.dtype] = sizes.get(w.dtype, 0) + w.size
     dtype = max(sizes, key=sizes.__getitem__)
 
-    def cast(name: str, w: mx.array) -> mx.array:
+    def at_dtype(name: str, w: mx.array) -> mx.array:
         if not mx.issubdtype(w.dtype, mx.floating):
             return w
         if name.endswith(ROUTER):
@@ -118,4 +120,4 @@ def _at_working_dtype(weights: dict[str, mx.array]) -> dict[str, mx.array]:
             return w.astype(dtype)
         return w
 
-    return {name: cast(name, w) for name, w in weights.items()}
+    return {name: at_dtype(name, w) for name, w in weights.items()}

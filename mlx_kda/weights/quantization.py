@@ -1,5 +1,6 @@
 """MLX's quantised weights: modes, bits and group sizes, and the tensors that store them."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,19 @@ class Quantization:
         if self.mode == "affine":
             return packed | {f"{path}.scales": scales, f"{path}.biases": scales}
         return packed | {f"{path}.scales": Spec(scales.shape, mx.uint8)}
+
+
+def config_entry(
+    quantized: Mapping[str, Quantization], default: Quantization | None = None
+) -> dict[str, Any]:
+    """The ``quantization`` entry of config.json: a default, and the weights that differ from it.
+
+    The default is by default the commonest.
+    """
+    if default is None:
+        default = Counter(quantized.values()).most_common(1)[0][0]
+    differ = {path: how.as_config() for path, how in quantized.items() if how != default}
+    return default.as_config() | differ
 
 
 def _one_of(values: tuple[int, ...]) -> str:

@@ -6,13 +6,12 @@ shards and what is left over are known beforehand, and only one step's tensors a
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import mlx.core as mx
 
 from ..errors import CheckpointError
 from ..format import listed
-from .quantization import PARTS, quantization_of
+from .quantization import PARTS, Quantization, quantization_of
 from .safetensors import FLOATS, Pieces, Read, Spec
 
 PIECE_BYTES = 4_000_000  # of a stack, made at a time; a larger tensor alone, without a copy
@@ -45,8 +44,7 @@ class WeightMapping:
 
     steps: list[Step] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)  # source tensor -> why it is not needed
-    # path -> bits, group size and mode that the source has
-    quantized: dict[str, dict[str, Any]] = field(default_factory=dict)
+    quantized: dict[str, Quantization] = field(default_factory=dict)
 
     @property
     def outputs(self) -> dict[str, Spec]:
@@ -62,7 +60,7 @@ class WeightMapping:
             if path not in self.quantized or part == "bias":  # the linear map's own bias
                 count += spec.size
             elif part == "weight":
-                count += spec.size * 32 // self.quantized[path]["bits"]
+                count += spec.size * 32 // self.quantized[path].bits
         return count
 
 
@@ -146,7 +144,7 @@ class MappingBuilder:
 
     def quantized(self, path: str, shape: tuple[int, ...], source: str) -> None:
         """Copy a weight that MLX quantised, with its scales and what else the mode has."""
-        self.mapping.quantized[path] = quantization_of(self.left, source, shape).as_config()
+        self.mapping.quantized[path] = quantization_of(self.left, source, shape)
         for part in PARTS:
             name = f"{source}.{part}"
             if self.has(name):

@@ -155,7 +155,10 @@ MISTAKES = [
     (["convert", "model", "out", "--q-group-size", "48"], "'48' is not one of 16, 32, 64, 128"),
     (["convert", "model", "out", "--shard-size", "5X"], "'5X' is not a size like 500M or 5G"),
     (["chat", "begun"], "begun.partial beside it holds an unfinished conversion"),
-    (["generate", "a/begun", "--prompt", "x"], "begun.partial beside it holds a conversion"),
+    (
+        ["generate", "a/begun", "--prompt", "x"],
+        "begun.partial beside it holds an unfinished conversion",
+    ),
     (["verify", ""], "the name of the converted folder is empty"),
     (["verify", "model", "--source", ""], "the name of the checkpoint is empty"),
     (["verify", "model", "--tokens", "notes.txt"], "--tokens needs --source"),
