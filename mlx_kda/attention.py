@@ -1,8 +1,9 @@
 """`kda`, the one entrance to every path, and what it chooses."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
+from typing import Any
 
 import mlx.core as mx
 
@@ -21,7 +22,10 @@ _OPS: dict[str, Callable[[CheckedInputs], tuple[mx.array, mx.array]]] = {
     "step": stepwise.run,
     "chunk": chunked.run,
 }
-_KERNELS = {"kda_recurrent": recurrent.kda_recurrent, "kda_chunk": chunk.kda_chunk}
+_KERNELS: dict[str, Callable[..., tuple[mx.array, mx.array]]] = {
+    "kda_recurrent": recurrent.kda_recurrent,
+    "kda_chunk": chunk.kda_chunk,
+}
 PATHS = ("auto", *_OPS, *_KERNELS)
 
 
@@ -174,16 +178,17 @@ def _by_kernel(path: str, runner: str, x: CheckedInputs) -> tuple[mx.array, mx.a
     """Run a kernel so that its gradient is that of the chunkwise operations."""
     names = [n for n in ("q", "k", "v", "g", "beta", "state") if getattr(x, n) is not None]
 
-    def call(run: Callable, *arrays: mx.array, **options: str) -> tuple[mx.array, mx.array]:
-        return run(x.replace(**dict(zip(names, arrays, strict=True))), **options)
+    def given(arrays: Sequence[mx.array]) -> CheckedInputs:
+        return x.replace(**dict(zip(names, arrays, strict=True)))
 
     @mx.custom_function
     def forward(*arrays: mx.array) -> tuple[mx.array, mx.array]:
-        return call(_KERNELS[path], *arrays, runner=runner)
+        return _KERNELS[path](given(arrays), runner=runner)
 
     @forward.vjp
-    def backward(primals, cotangents, _):
-        operations = partial(call, chunked.run)
+    def backward(primals: Any, cotangents: Any, _: Any) -> Any:
+        operations = lambda *arrays: chunked.run(given(arrays))  # noqa: E731
         return mx.vjp(operations, list(primals), list(cotangents))[1]
 
-    return tuple(forward(*(getattr(x, n) for n in names)))
+    made: Any = forward(*(getattr(x, n) for n in names))
+    return made[0], made[1]

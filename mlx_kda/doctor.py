@@ -141,7 +141,8 @@ def _inputs(
     wide = [q, k, draw(1, T, Hv * Dv), draw(1, T, Hv, Dk), draw(1, T, Hv) + 2, draw(1, T, Hv, Dv)]
     windows = [draw(1, layer.conv_kernel - 1, x.shape[-1]).astype(dtype) for x in wide[:3]]
     p = Projections(*(x.astype(dtype) for x in wide))
-    return p, layer.kernel_parameters(), LayerState(*windows, draw(1, Hv, Dv, Dk))
+    state = LayerState.of(windows, draw(1, Hv, Dv, Dk))
+    return p, layer.kernel_parameters(), state
 
 
 def _flat(y: mx.array, state: LayerState) -> list[np.ndarray]:
@@ -153,7 +154,7 @@ def _flat(y: mx.array, state: LayerState) -> list[np.ndarray]:
 def _difference(x: np.ndarray, truth: np.ndarray) -> float:
     if x.shape != truth.shape or not np.isfinite(x).all():
         return float("inf")
-    return float(np.linalg.norm(x - truth) / max(np.linalg.norm(truth), 1e-30))
+    return float(np.linalg.norm(x - truth)) / max(float(np.linalg.norm(truth)), 1e-30)
 
 
 def prepare(model: Any, dtype: mx.Dtype) -> list[Verdict]:
@@ -211,7 +212,7 @@ def warm_up(layers: Sequence[KimiDeltaAttention], dtype: mx.Dtype) -> list[str]:
         arrays = (*w.conv_weight, w.norm_weight, layer.A_log, layer.dt_bias)
         kinds.setdefault((_kind(layer), *(x.dtype for x in arrays)), layer)
     jobs = [(layer, T) for layer in kinds.values() for T in (1, SHORT, SHORT + 1)]
-    done = []
+    done: list[str] = []
     for layer, T in jobs:
         call = layer.choose(T, dtype)
         if call.kernel is not None:

@@ -29,14 +29,14 @@ from helpers.kernels import (  # noqa: E402
     as_dtype,
     f32,
     gate_of,
+    layer_state,
     numpy,
     parameters,
     projections,
     rounded,
     run,
-    state,
     step,
-)  # fmt: skip
+)
 
 from mlx_kda.kernels.epilogue import kda_epilogue  # noqa: E402
 from mlx_kda.kernels.prologue import kda_prologue  # noqa: E402
@@ -238,10 +238,13 @@ def one_layer(T, Dk, Dv, dtype, bound, B=2) -> bool:
     lengths = [T, T // 2]
     truth = layer.run(lengths)
     kind = getattr(mx, dtype)
-    y, mem = step(layer, state(layer, dtype), dtype=dtype, lengths=mx.array(lengths), keep=True,
-                  runner=RUNNER)  # fmt: skip
-    w = parameters(layer, dtype)
-    qkv, _ = kda_prologue(projections(layer, dtype=dtype), w, state(layer, dtype), runner=RUNNER)
+    p, w, past = (
+        projections(layer, dtype=dtype),
+        parameters(layer, dtype),
+        layer_state(layer, dtype),
+    )
+    y, mem = step(layer, past, dtype=dtype, lengths=mx.array(lengths), keep=True, runner=RUNNER)
+    qkv, _ = kda_prologue(p, w, past, runner=RUNNER)
     errors = [oracle.error(numpy(y), truth[0]), oracle.error(numpy(mem.state)[:, -1], truth[1])]
     errors += [oracle.error(numpy(x), t) for x, t in zip(qkv, layer.mixed(), strict=True)]
     windows = all(np.array_equal(numpy(a), np.float32(b))

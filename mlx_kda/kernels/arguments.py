@@ -25,6 +25,12 @@ class Projections(NamedTuple):
     b: mx.array  # [B, T, Hv], raw write strength
     z: mx.array  # [B, T, Hv, Dv], raw output gate
 
+    def cut(self, start: int, stop: int) -> "Projections":
+        """Tokens start..stop."""
+        a = None if self.a is None else self.a[:, start:stop]
+        q, k, v, b, z = (x[:, start:stop] for x in (*self[:3], *self[4:]))
+        return Projections(q, k, v, a, b, z)
+
 
 class LayerState(NamedTuple):
     """What a KDA layer carries from step to step; zeros at the start of a sequence."""
@@ -33,6 +39,11 @@ class LayerState(NamedTuple):
     k: mx.array  # window [B, conv_kernel - 1, H * Dk]
     v: mx.array  # window [B, conv_kernel - 1, Hv * Dv]
     state: mx.array  # [B, Hv, Dv, Dk] float32
+
+    @classmethod
+    def of(cls, windows: Sequence[mx.array], state: mx.array) -> "LayerState":
+        q, k, v = windows
+        return cls(q, k, v, state)
 
 
 class LayerParameters(NamedTuple):
@@ -57,8 +68,9 @@ class LayerParameters(NamedTuple):
     def empty_state(self, B: int, dtype: mx.Dtype) -> LayerState:
         """The state at the start of B sequences of activations in ``dtype``."""
         channels = (self.H * self.Dk, self.H * self.Dk, self.Hv * self.Dv)
-        windows = (mx.zeros((B, self.conv_kernel - 1, n), dtype=dtype) for n in channels)
-        return LayerState(*windows, mx.zeros((B, self.Hv, self.Dv, self.Dk), dtype=mx.float32))
+        windows = [mx.zeros((B, self.conv_kernel - 1, n), dtype=dtype) for n in channels]
+        state = mx.zeros((B, self.Hv, self.Dv, self.Dk), dtype=mx.float32)
+        return LayerState.of(windows, state)
 
 
 def supported(Dk: int, Dv: int, dtype: mx.Dtype) -> tuple[bool, str]:
@@ -133,11 +145,11 @@ def lengths_or_full(lengths: mx.array | None, B: int, T: int) -> mx.array:
 
 
 @lru_cache(maxsize=1024)
-def integers(values: Sequence[int]) -> mx.array:
+def integers(values: tuple[int, ...]) -> mx.array:
     """A constant array; the same object for the same values, so a step allocates nothing."""
     return mx.array(values, dtype=mx.int32)
 
 
 @lru_cache(maxsize=1024)
-def floats(values: Sequence[float]) -> mx.array:
+def floats(values: tuple[float, ...]) -> mx.array:
     return mx.array(values, dtype=mx.float32)

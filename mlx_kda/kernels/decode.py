@@ -91,15 +91,12 @@ def kda_decode(
         ("BETA", beta_constant(w.beta_kind)),
         ("KEEP", keep),
     ]
-    windows, state = past[:3], past.state
+    windows, state = list(past[:3]), past.state
     outputs, states = [], []
     capacity = token_capacity(w.Dk, w.Dv)
     for start in range(0, T, capacity):
         count = min(capacity, T - start)
-        if count < T:
-            cut = Projections(*(None if x is None else x[:, start : start + count] for x in p))
-        else:
-            cut = p
+        cut = p if count == T else p.cut(start, start + count)
         left = lengths - start if start and lengths is not None else lengths
         y, state, *windows = run(
             inputs=[
@@ -121,7 +118,7 @@ def kda_decode(
         state = state[:, -1] if state.shape[1] > 1 else state.squeeze(1)
     if keep:
         state = _join(states)
-    return _join(outputs), LayerState(*windows, state)
+    return _join(outputs), LayerState.of(windows, state)
 
 
 def after(
@@ -139,7 +136,7 @@ def after(
     for x, window in zip((q, k, v), before[:3], strict=True):
         both = mx.concatenate([window, x.astype(window.dtype)], axis=1)
         windows.append(both[:, t + 1 : t + 1 + window.shape[1]])
-    return LayerState(*windows, kept.state[:, t])
+    return LayerState.of(windows, kept.state[:, t])
 
 
 def token_capacity(Dk: int, Dv: int) -> int:

@@ -100,7 +100,7 @@ class KimiDeltaAttention(nn.Module):
             state = LayerState(*(cache[i] for i in range(4)))
         steps = [p]
         if T > 1 and getattr(cache, "one_by_one", False):
-            steps = [Projections(*(a[:, t : t + 1] for a in p)) for t in range(T)]
+            steps = [p.cut(t, t + 1) for t in range(T)]
         call = self.choose(T // len(steps), x.dtype)
         outputs = []
         for step in steps:

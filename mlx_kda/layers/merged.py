@@ -6,6 +6,7 @@ their place, or new weights, and the maps are applied one by one again.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -59,7 +60,7 @@ class Merged:
             )
         else:
             y = x @ self.whole["weight"].T
-        return mx.split(y, self.ends, axis=-1)
+        return list(mx.split(y, self.ends, axis=-1))
 
 
 def in_reach(layers: Sequence[nn.Module], rows: int = 0) -> bool:
@@ -90,7 +91,7 @@ def _on_cuda() -> bool:
 
 
 def gather(
-    layer: nn.Module, arrays: Mapping[str, mx.array], x: mx.array, **indices: mx.array | bool
+    layer: nn.Module, arrays: Mapping[str, mx.array], x: mx.array, **indices: Any
 ) -> mx.array:
     """MLX's gathered product of x [..., 1, D] by the ``arrays`` of an expert map like ``layer``."""
     if "scales" not in layer:
@@ -145,7 +146,7 @@ class Bundle:
         """The outputs of ``layers``, which are the maps as they are now, in order."""
         if not self.holds(layers) or x.size // x.shape[-1] > FEW:
             return [layer(x) for layer in layers]
-        made = {}
+        made: dict[int, mx.array] = {}
         for group in self.groups:
             made.update(zip(group.ids, group(x), strict=True))
         return [made[id(layer)] if id(layer) in made else layer(x) for layer in layers]

@@ -104,7 +104,7 @@ class PrefillKernels(LayerCall):
         op = kda_chunk if self.path == "kda_chunk" else kda_recurrent
         o, state = op(x, runner=self.runner)
         y = kda_epilogue(o, p.z, w, lengths=lengths, runner=self.runner)
-        return y, LayerState(*windows, state)
+        return y, LayerState.of(windows, state)
 
 
 class Operations(LayerCall):
@@ -173,10 +173,10 @@ def _one_token(
 
     @mx.compile
     def call(*arrays: mx.array) -> tuple[mx.array, ...]:
-        p, past, conv_weight = Projections(*arrays[:6]), LayerState(*arrays[6:10]), arrays[10:13]
-        norm_weight, A_log, dt_bias = arrays[13:]
+        p, past = Projections(*arrays[:6]), LayerState(*arrays[6:10])
+        q, k, v, norm_weight, A_log, dt_bias = arrays[10:]
         gate = Gate(A_log, dt_bias, lower_bound)
-        w = LayerParameters(H, Hv, Dk, Dv, conv_weight, gate, norm_weight, eps, beta_kind)
+        w = LayerParameters(H, Hv, Dk, Dv, (q, k, v), gate, norm_weight, eps, beta_kind)
         y, state = _operations(p, w, past, None, "step")
         return y, *state
 
@@ -193,7 +193,7 @@ def _operations(
     inputs = zip(p[:3], w.conv_weight, past[:3], strict=True)
     (q, k, v), windows = zip(*(short_conv(*each, padding) for each in inputs), strict=True)
     q, k = (l2norm(x.reshape(*x.shape[:2], w.H, w.Dk)) for x in (q, k))
-    g = p.a if w.gate is None else w.gate.log_decay(p.a)
+    g = p.a if w.gate is None or p.a is None else w.gate.log_decay(p.a)
     o, state = kda(
         *(q, k, v.reshape(p.z.shape), g, write_strength(p.b, w.beta_kind)),
         state=past.state,
@@ -201,4 +201,4 @@ def _operations(
         path=path,
     )
     y = gated(rms_norm(o, w.norm_weight, w.eps), p.z.astype(o.dtype))
-    return y, LayerState(*windows, state)
+    return y, LayerState.of(windows, state)

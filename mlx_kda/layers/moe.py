@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import lru_cache, partial
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -63,8 +64,9 @@ class Experts(SwitchGLU):
         x = x[..., None, None, :]
         y = gather(merged.layers[0], merged.whole, x, rhs_indices=chosen, lhs_indices=tokens)
         hidden = swiglu(*mx.split(y, merged.ends, axis=-1))
-        rows = {"rhs_indices": chosen, "lhs_indices": _rows(chosen.shape)}
-        return gather(self.down_proj, self.down_proj, hidden, **rows).squeeze(-2)
+        rows = _rows(chosen.shape)
+        down = self.down_proj
+        return gather(down, down, hidden, rhs_indices=chosen, lhs_indices=rows).squeeze(-2)
 
     def _many(self, merged: Merged, x: mx.array, chosen: mx.array) -> mx.array:
         """Many tokens: sorted by expert, so that an expert's weights are read for all its rows."""
@@ -147,7 +149,7 @@ class MoE(nn.Module):
 
     def route(self, logits: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
         """Experts chosen and their weights for float32 logits [..., experts]."""
-        options = {
+        options: dict[str, Any] = {
             "top_k": self.top_k,
             "groups": self.groups,
             "kept_groups": self.kept_groups,
@@ -180,7 +182,7 @@ class MoE(nn.Module):
                 y = y + shared
         if self.sharding_group is not None:
             y = mx.distributed.all_sum(y, group=self.sharding_group)
-        return _sum3(*parts, y) if len(parts) == 2 else sum(parts, y)
+        return _sum3(parts[0], parts[1], y) if len(parts) == 2 else sum(parts, y)
 
 
 @partial(mx.compile, shapeless=True)

@@ -134,8 +134,9 @@ def _sigmoid_of(u: mx.array) -> mx.array:
 @_fused
 def _softplus_of(x: mx.array, u: mx.array) -> mx.array:
     s = u / (2 + u)
-    square, series = s * s, 1 / 15
-    for i in range(13, 0, -2):
+    square = s * s
+    series = square * (1 / 15) + 1 / 13
+    for i in range(11, 0, -2):
         series = series * square + 1 / i
     return mx.maximum(x, 0) + 2 * s * series
 

@@ -4,7 +4,6 @@ Nothing here calls the rest of the package, nor MLX: the recurrence is written o
 so that tests, benchmarks and the self-check have a truth that no kernel shares a line with.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -38,7 +37,9 @@ class Inputs:
 
     def slice(self, start: int, stop: int) -> "Inputs":
         """Tokens start..stop, without the state."""
-        return Inputs(*(None if x is None else x[:, start:stop] for x in self.arrays()))
+        g = None if self.g is None else self.g[:, start:stop]
+        q, k, v, beta = (x[:, start:stop] for x in (self.q, self.k, self.v, self.beta))
+        return Inputs(q, k, v, g, beta)
 
     def with_state(self, seed: int = 1) -> "Inputs":
         """The same inputs with a random state [B, Hv, Dv, Dk] to start from."""
@@ -95,14 +96,14 @@ def recurrence(
     state: np.ndarray | None = None,
     lengths: np.ndarray | None = None,
     delta_rule: bool = True,
-    dtype: Callable = np.float64,
+    dtype: type[np.floating] = np.float64,
 ) -> tuple[np.ndarray, np.ndarray]:
     """o [B,T,Hv,Dv], state [B,Hv,Dv,Dk] by the textbook loop in ``dtype`` (float64: the oracle)."""
     q, k, v, beta = (np.asarray(x, dtype) for x in (q, k, v, beta))
     B, T, H, Dk = q.shape
     Hv, Dv = v.shape[2:]
-    scale = dtype(Dk**-0.5 if scale is None else scale)
-    q, k = (np.repeat(x, Hv // H, axis=2) for x in (q * scale, k))
+    q = q * dtype(Dk**-0.5 if scale is None else scale)
+    q, k = (np.repeat(x, Hv // H, axis=2) for x in (q, k))
     decay = np.ones((B, T, Hv, 1), dtype) if g is None else np.exp(np.asarray(g, dtype))
     if decay.ndim == 3:
         decay = decay[..., None]
@@ -124,7 +125,7 @@ def error(x: np.ndarray, truth: np.ndarray) -> float:
     x, truth = np.asarray(x, np.float64), np.asarray(truth, np.float64)
     if not np.isfinite(x).all():
         return float("inf")
-    return float(np.linalg.norm(x - truth) / max(np.linalg.norm(truth), 1e-30))
+    return float(np.linalg.norm(x - truth)) / max(float(np.linalg.norm(truth)), 1e-30)
 
 
 def _unit(x: np.ndarray) -> np.ndarray:

@@ -63,7 +63,7 @@ def f32(x) -> mx.array:
     return mx.array(np.asarray(x, np.float32))
 
 
-def state(layer: layer64.Layer, dtype="float32") -> LayerState:
+def layer_state(layer: layer64.Layer, dtype="float32") -> LayerState:
     kind = getattr(mx, dtype)
     return LayerState(*(f32(w).astype(kind) for w in layer.windows), f32(layer.state))
 

@@ -6,7 +6,7 @@ Cycles are a model of one GPU core (`mlx_kda.runners.counters`), not a measureme
 import mlx.core as mx
 import pytest
 from helpers import layer64
-from helpers.kernels import as_dtype, rounded, run, step
+from helpers.kernels import as_dtype, layer_state, rounded, run, step
 
 from mlx_kda.bench.shipped import mlx_lm_call, mlx_lm_gated_delta
 from mlx_kda.ops import reference64 as oracle
@@ -81,7 +81,7 @@ def test_decode_moves_exactly_what_a_step_has_to(dtype):
     """
     layer = layer64.make(B=1, T=1, H=1, Dk=D, Dv=D, rounded=rounded(dtype))
     counts = counted(
-        lambda: step(layer, state(layer, dtype), dtype=dtype, runner="emulator-count")
+        lambda: step(layer, layer_state(layer, dtype), dtype=dtype, runner="emulator-count")
     )["kda_decode"]
     size, conv_kernel = getattr(mx, dtype).size, 4
     channels = 3 * D  # of q, k and v

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers import layer64
-from helpers.kernels import f32, gate_of, numpy, parameters, projections, rounded, state, step
+from helpers.kernels import f32, gate_of, layer_state, numpy, parameters, projections, rounded, step
 from tolerances import OP_FLOAT32, ROUNDED_ONCE, SPLIT
 
 from mlx_kda.kernels.arguments import LayerParameters
@@ -29,7 +29,7 @@ def check(layer, dtype="float32", lengths=None, **options):
     """One step against float64: output, state, windows (bitwise)."""
     if lengths is not None:
         options["lengths"] = mx.array(lengths)
-    y, mem = step(layer, state(layer, dtype), dtype=dtype, **options)
+    y, mem = step(layer, layer_state(layer, dtype), dtype=dtype, **options)
     truth_y, truth_S, windows = layer.run(lengths)
     bound = OP_FLOAT32
     if dtype != "float32":
@@ -72,7 +72,7 @@ def test_every_key_size_with_another_value_size(Dk):
 def test_the_state_after_every_token(T, Dk, Dv):
     """keep=True: entry t is what t + 1 tokens alone leave; `after` is an exact rollback."""
     layer = layer64.make(B=2, T=T, H=1, Dk=Dk, Dv=Dv)
-    before = state(layer)
+    before = layer_state(layer)
     _, kept = step(layer, before, keep=True)
     plain = step(layer, before)[1]
     assert np.array_equal(numpy(kept.state[:, -1]), numpy(plain.state))
@@ -93,7 +93,7 @@ def test_b4_c3_tokens_past_a_length(lengths, poison, keep):
     for x in (layer.q, layer.k, layer.v, layer.a, layer.b, layer.z):
         for b, n in enumerate(lengths):
             x[b, n:] = poison
-    y, mem = step(layer, state(layer), lengths=mx.array(lengths), keep=keep)
+    y, mem = step(layer, layer_state(layer), lengths=mx.array(lengths), keep=keep)
     S = numpy(mem.state)
     assert oracle.error(numpy(y), truth[0]) < OP_FLOAT32
     assert oracle.error(S[:, -1] if keep else S, truth[1]) < OP_FLOAT32
@@ -105,8 +105,8 @@ def test_b4_c3_tokens_past_a_length(lengths, poison, keep):
 def test_c1_c14_token_by_token_is_the_same(T):
     """Cases C1, C14: one go, or one token at a time."""
     layer = layer64.make(B=2, T=T, H=2, Dk=32, Dv=64)
-    whole, end = step(layer, state(layer))
-    mem, parts = state(layer), []
+    whole, end = step(layer, layer_state(layer))
+    mem, parts = layer_state(layer), []
     for t in range(T):
         y, mem = step(layer, mem, t, t + 1, runner="emulator-fast")
         parts.append(numpy(y))
@@ -138,7 +138,7 @@ def test_a5_slow_decay_is_not_rounded():
         A_log=0 * layer.A_log,
         dt_bias=0 * layer.dt_bias,
     )
-    mem, g = state(layer, "bfloat16"), layer.gate()
+    mem, g = layer_state(layer, "bfloat16"), layer.gate()
     for _ in range(512):
         mem = step(layer, mem, dtype="bfloat16", runner="emulator-fast")[1]
     expect = layer.state * np.exp(512 * g[0, 0])[None, :, None, :]
@@ -154,7 +154,7 @@ def test_prepared_gate_and_beta():
         o, S = oracle.recurrence(q, k, v, g, beta, state=layer.state)
         p = projections(layer)._replace(a=None if g is None else f32(g), b=f32(beta))
         w = parameters(layer)._replace(gate=None, beta_kind="given")
-        y, mem = kda_decode(p, w, state(layer), runner="emulator")
+        y, mem = kda_decode(p, w, layer_state(layer), runner="emulator")
         norm = np.sqrt((o**2).mean(-1, keepdims=True) + layer.eps)
         truth = o / norm * layer.weight * layer64.sigmoid(layer.z)
         assert oracle.error(numpy(y), truth) < OP_FLOAT32
@@ -175,7 +175,7 @@ def test_the_prologue(T, Dk, Dv, conv_kernel, dtype):
         x[1, lengths[1] :] = np.nan
     kind = getattr(mx, dtype)
     got, next_windows = kda_prologue(
-        *(projections(layer, dtype=dtype), parameters(layer, dtype), state(layer, dtype)),
+        *(projections(layer, dtype=dtype), parameters(layer, dtype), layer_state(layer, dtype)),
         lengths=mx.array(lengths),
         runner="emulator",
     )
@@ -232,12 +232,12 @@ def test_a9_a_wrong_shape_is_named(change, message):
     wrong = replace(layer, **{n: np.zeros(shape) for n, shape in change.items()})
     w = parameters(layer)._replace(gate=gate_of(wrong), norm_weight=f32(wrong.weight))
     with pytest.raises(ValueError, match=message):
-        kda_decode(projections(wrong), w, state(layer), runner="emulator-fast")
+        kda_decode(projections(wrong), w, layer_state(layer), runner="emulator-fast")
 
 
 def test_a9_wrong_windows_and_states_are_named():
     layer = layer64.make(B=2, T=3, H=2, Dk=32, Dv=32)
-    mem = state(layer)
+    mem = layer_state(layer)
     for wrong, message in (
         (mem._replace(k=mem.k[:, 1:]), "the window of k must have shape"),
         (mem._replace(state=mem.state.astype(mx.float16)), "state must be float32"),
@@ -256,7 +256,7 @@ def test_c14_other_lengths_are_refused(T):
     )
     layer = layer64.make(B=1, T=T, H=1, Dk=32, Dv=32)
     with pytest.raises(ValueError, match="takes 1 to 8 tokens"):
-        step(layer, state(layer), runner="emulator-fast")
+        step(layer, layer_state(layer), runner="emulator-fast")
 
 
 def test_g2_threads_of_every_size():

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers import layer64
-from helpers.kernels import numpy, parameters, projections, rounded, state
+from helpers.kernels import layer_state, numpy, parameters, projections, rounded
 from tolerances import OP_FLOAT32, ROUNDED_ONCE, SPLIT
 
 from mlx_kda import doctor
@@ -30,7 +30,9 @@ def test_every_length_against_float64(T, name, dtype):
     layer = layer64.make(B=2, T=T, H=1, Hv=2, Dk=32, Dv=64, rounded=rounded(dtype), seed=T)
     assert choose(T, 32, 64, 4, getattr(mx, dtype), "emulator").kernel == name
     lengths = [T, (T + 1) // 2]
-    y, after = call(layer, state(layer, dtype), dtype=dtype, lengths=lengths, runner="emulator")
+    y, after = call(
+        layer, layer_state(layer, dtype), dtype=dtype, lengths=lengths, runner="emulator"
+    )
     truth_y, truth_S, windows = layer.run(lengths)
     if dtype == "float32":
         assert oracle.error(numpy(y), truth_y) < OP_FLOAT32
@@ -50,8 +52,8 @@ def test_every_length_against_float64(T, name, dtype):
 def test_a_split_anywhere_changes_nothing(split):
     """300 tokens, cut so that decode, recurrent and chunked kernels take over from one another."""
     layer = layer64.make(B=1, T=300, H=1, Dk=32, Dv=32)
-    whole, end = call(layer, state(layer))
-    past, parts, start = state(layer), [], 0
+    whole, end = call(layer, layer_state(layer))
+    past, parts, start = layer_state(layer), [], 0
     for n in split:
         y, past = call(layer, past, start, start + n)
         parts.append(numpy(y))
