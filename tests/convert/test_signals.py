@@ -1,10 +1,10 @@
-"""SIGTERM and Ctrl-C while a folder is being made: nothing half done stays behind."""
+"""SIGTERM and Ctrl-C during a benchmark that makes a folder: it is removed."""
 
 import os
 import signal
 
 import pytest
-from helpers.paused import Pause, started, wait_for
+from helpers.paused import started, wait_for
 from helpers.program import PROGRAM
 from helpers.tiny_checkpoint import write_checkpoint
 
@@ -54,20 +54,3 @@ def test_a_benchmark_leaves_no_folder(source, tmp_path, number, kind):
     # Nobody is left that would write there again.
     wait_for(lambda: not alive(process.pid), "the end of all its processes")
     assert list(scratch.iterdir()) == []
-
-
-@BOTH
-@pytest.mark.parametrize("finished", [0, 2])
-def test_a_conversion_keeps_what_is_finished_and_nothing_else(source, tmp_path, number, finished):
-    """Without a finished file the folder goes; with some they stay, and the line says so."""
-    out, partial = tmp_path / "out", tmp_path / "out.partial"
-    pause = Pause(f"writing:{finished}", tmp_path / "pause")
-    command = [*pause.program, "convert", source, out, "--shard-size", "100000"]
-    with started(command) as process:
-        pause.reached(process)
-        assert len(list(partial.glob("*.done.json"))) == finished and partial.is_dir()
-        status, said = ended(process, number)
-    assert status == 128 + number and not out.exists()
-    assert ("--resume" in said) == bool(finished)
-    left = {path.name for path in partial.iterdir()} if partial.exists() else set()
-    assert bool(left) == bool(finished) and not [name for name in left if name.endswith(".tmp")]

@@ -182,6 +182,12 @@ def read_all(folder: Path) -> dict[str, mx.array]:
     return tensors
 
 
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Path -> bytes of every file below a folder, hidden ones too."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
 def same_bits(a: mx.array, b: mx.array) -> bool:
     """Whether two arrays have one dtype, one shape and the same bits."""
     if a.dtype != b.dtype or a.shape != b.shape:

@@ -10,8 +10,10 @@ At PLACE it makes FOLDER/there and goes on once there is FOLDER/go. The places:
     answering:N   once N pieces of text were written
     saving        when a session's file was begun
     writing:N     once N weight files of a conversion were finished
+    calling:MODULE.FUNCTION:N   before that function's call number N, counted from 1
 """
 
+import importlib
 import sys
 import time
 from pathlib import Path
@@ -81,6 +83,10 @@ def prepare() -> None:
         from mlx_kda.convert import conversion
 
         pause_before(conversion, "write_file", int(DETAIL))
+    elif PLACE == "calling":
+        function, _, count = DETAIL.partition(":")
+        module, _, name = function.rpartition(".")
+        pause_before(importlib.import_module(module), name, int(count) - 1)
     else:
         sys.exit(f"no place {PLACE}")
 

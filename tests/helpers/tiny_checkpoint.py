@@ -79,11 +79,13 @@ CONFIG = {
 }
 
 
-def write_checkpoint(folder: Path, *, seed: int = 0, **config: object) -> Path:
-    """Write the checkpoint into ``folder`` (made if need be), in two shards; the folder."""
+def write_checkpoint(
+    folder: Path, *, seed: int = 0, tensors: dict[str, mx.array] | None = None, **config: object
+) -> Path:
+    """Write the checkpoint, or other ``tensors``, into ``folder`` in two shards; the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     _json(folder / "config.json", {**CONFIG, **config})
-    write_weights(folder, weights(seed))
+    write_weights(folder, weights(seed) if tensors is None else tensors)
     write_tokenizer(folder)
     return folder
 

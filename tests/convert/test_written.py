@@ -1,31 +1,21 @@
-"""The written folder, its report, the memory it takes, and sources on the hub."""
+"""The files of a converted folder, its report, and `inspect`."""
 
 import hashlib
 import json
 import pickle
 import shutil
 from dataclasses import asdict
-from pathlib import Path
+from typing import ClassVar
 
 import huggingface_hub
 import mlx.core as mx
 import pytest
 from helpers.checkpoints import edit_json, read_all, same_bits
-from helpers.tiny_checkpoint import (
-    CONFIG,
-    SPECIAL_IDS,
-    TEMPLATE,
-    weights,
-    write_checkpoint,
-)
+from helpers.tiny_checkpoint import CONFIG, SPECIAL_IDS, TEMPLATE, weights, write_checkpoint
+from huggingface_hub import errors
 
 from mlx_kda.convert import convert, inspect
 from mlx_kda.errors import UserError
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("output") / "source")
 
 
 def test_any_shard_size_gives_the_same_tensors(source, tmp_path):
@@ -83,7 +73,8 @@ def test_the_report_is_true(source, tmp_path):
         assert word in text
 
 
-def test_the_written_folder_has_what_a_model_needs(source, tmp_path):
+def test_the_written_folder_has_what_a_model_needs(tmp_path):
+    source = write_checkpoint(tmp_path / "source")
     (source / "LICENSE").write_text("do what you like")
     out = tmp_path / "out"
     convert(source, out)
@@ -107,8 +98,8 @@ def test_the_written_folder_has_what_a_model_needs(source, tmp_path):
         assert set(json.loads((out / name).read_text())["eos_token_id"]) == ends
 
 
-def test_f2_end_tokens_of_both_kinds_are_written_where_the_source_names_one(tmp_path):
-    """Case F2: the source's configs name one end token; the converted ones name both."""
+def test_both_end_tokens_are_written_where_the_source_names_one(tmp_path):
+    """[EOS] and <|im_end|> end a reply, whichever of them the source's configs name."""
     source = write_checkpoint(tmp_path / "source")
     edit_json(source / "generation_config.json", eos_token_id=SPECIAL_IDS["<|im_end|>"], top_p=0.9)
     convert(source, tmp_path / "out")
@@ -126,8 +117,7 @@ def test_a_source_without_tokenizer_converts_and_says_so(tmp_path):
     assert report.warnings == ["the source has no tokenizer"]
 
 
-def test_f6_nothing_of_the_source_is_executed_or_copied(tmp_path):
-    """Case F6: remote code and pickles are neither run nor passed on."""
+def test_remote_code_and_pickles_are_neither_run_nor_copied(tmp_path):
     source = write_checkpoint(tmp_path / "source", auto_map={"AutoModel": "modeling_kimi.Kimi"})
     mark = tmp_path / "executed"
     for name in ("modeling_kimi.py", "configuration_kimi.py", "tokenization_kimi.py"):
@@ -193,64 +183,33 @@ def test_inspect_describes_what_cannot_be_converted(tmp_path):
 # --- the hub, without network
 
 
-def serve(monkeypatch, answer) -> list[dict]:
-    """Put `answer` in the place of the hub's client; returns the calls it got."""
-    calls = []
+class _Response:
+    """What the hub's errors read of a response."""
 
-    def snapshot_download(repo, **options):
-        calls.append({"repo": repo, **options})
-        if isinstance(answer, BaseException):
-            raise answer
-        return str(answer)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    return calls
-
-
-def test_a_hub_id_is_fetched_without_code_or_pickles(source, tmp_path, monkeypatch):
-    commit = tmp_path / "snapshots" / ("0" * 40)
-    commit.parent.mkdir()
-    commit.symlink_to(source)
-    calls = serve(monkeypatch, commit)
-    report = convert("owner/model", tmp_path / "out", revision="main")
-    assert (report.source, report.revision) == ("owner/model", "0" * 40)
-    assert calls[0]["repo"] == "owner/model"
-    assert calls[0]["revision"] == "main"
-    fetched = {f"x{Path(pattern).suffix}" for pattern in calls[0]["allow_patterns"]}
-    assert not fetched & {"x.py", "x.bin", "x.pt", "x.pkl"}
-
-
-class Answer:
-    """What the hub's errors want to know of a response."""
-
-    def __init__(self):
-        self.headers, self.status_code, self.request = {}, 404, None
-
-
-def errors():
-    from huggingface_hub import errors as e
-
-    make = lambda kind, text: kind(text, response=Answer())  # noqa: E731
-    return {
-        "absent": (make(e.RepositoryNotFoundError, "404 Client Error.\nfor url"), "neither"),
-        "gated": (make(e.GatedRepoError, "403 Client Error.\nAccess"), "login"),
-        "revision": (make(e.RevisionNotFoundError, "404 no such revision\nx"), "no such revision"),
-        "offline": (e.LocalEntryNotFoundError("cannot find the files\nConnection"), "cannot find"),
-        "network": (ConnectionError("Name or service not known\nx"), "Name or service"),
-        "disk": (OSError(28, "No space left on device"), "No space left"),
-        "silent": (TimeoutError(), "TimeoutError"),
-    }
+    headers: ClassVar[dict] = {}
+    status_code, request = 404, None
 
 
 @pytest.mark.parametrize(
-    "kind", ["absent", "gated", "revision", "offline", "network", "disk", "silent"]
+    ("error", "word"),
+    [
+        (errors.RepositoryNotFoundError("404 Error.\nfor url", response=_Response()), "neither"),
+        (errors.GatedRepoError("403 Client Error.\nAccess", response=_Response()), "login"),
+        (errors.RevisionNotFoundError("no such\nx", response=_Response()), "no such"),
+        (errors.LocalEntryNotFoundError("cannot find it\nConnection"), "cannot find"),
+        (ConnectionError("Name or service not known\nx"), "Name or service"),
+        (OSError(28, "No space left on device"), "No space left"),
+        (TimeoutError(), "TimeoutError"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-def test_a_hub_that_does_not_answer_is_one_line(kind, tmp_path, monkeypatch):
-    error, word = errors()[kind]
-    serve(monkeypatch, error)
+def test_a_hub_that_does_not_answer_is_one_line(error, word, tmp_path, monkeypatch):
+    def snapshot_download(repo, **options):
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(UserError) as caught:
         convert("owner/model", tmp_path / "out")
-    assert word in str(caught.value)
-    assert "owner/model" in str(caught.value)
+    assert word in str(caught.value) and "owner/model" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
