@@ -10,7 +10,7 @@ import numpy as np
 
 from mlx_kda.runners import KernelFault, metal_kernel
 
-# One thread a channel walks along the text: a running sum that decays.
+# One thread per channel walks along the sequence: a running sum that decays.
 SOURCE = """
     uint channel = thread_position_in_grid.x;
     float state = 0.0f;

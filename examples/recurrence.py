@@ -1,4 +1,4 @@
-"""KDA as an op: the textbook recurrence, the chunkwise form, and a text cut in two.
+"""KDA as an op: the textbook recurrence, the chunkwise form, and a sequence cut in two.
 
 python examples/recurrence.py
 """

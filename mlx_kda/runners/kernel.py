@@ -44,8 +44,13 @@ class MetalKernel(Definition):
     """``mx.fast.metal_kernel`` with a choice of what runs the kernel.
 
     Args:
-        name, input_names, output_names, source, header, ensure_row_contiguous, atomic_outputs,
-            compile_options: those of ``mx.fast.metal_kernel``.
+        name: of the kernel.
+        input_names, output_names: of the buffers, as the source calls them.
+        source: the body of the kernel; MLX writes its signature.
+        header: Metal text in front of it: helpers, structures, includes.
+        ensure_row_contiguous: whether inputs with other strides are copied before a call.
+        atomic_outputs: whether the outputs are ``device atomic<T>*``.
+        compile_options: for Apple's compiler, as ``{"math_mode": "fast"}``; used by "metal" only.
         runner: "metal" (Apple's GPU); "emulator" (the generated Metal text on the CPU, every
             access checked); "emulator-fast" (the same without checks); "emulator-count" (counts
             operations and bytes, see ``count``); "cuda" (the same body through

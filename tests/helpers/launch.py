@@ -1,4 +1,4 @@
-"""Runs the body of a Metal kernel with names and sizes that most tests do not care about."""
+"""Runs the body of a Metal kernel, with defaults for names and sizes."""
 
 import mlx.core as mx
 
@@ -44,10 +44,10 @@ def arguments(inputs, shapes=None, dtypes=mx.float32, grid=None, group=None, **c
 
 
 def launch(source, inputs, *, names="a b c", outputs="out", runner="emulator", **options):
-    """The outputs of a kernel, of its only output the array.
+    """The outputs of a kernel, or its only output.
 
-    Its inputs are called a, b, c ... unless ``names`` says otherwise; ``options`` are those of
-    `arguments` and of the definition.
+    Its inputs are called a, b, c unless ``names`` says otherwise; ``options`` are those of
+    ``arguments`` and of the definition.
     """
     definition = {
         name: options.pop(name)

@@ -132,7 +132,7 @@ def test_matrix_operations():
     assert (c.mma, c.fma, c.device_bytes, c.unique_read, c.unique_written) == (5, 0, 512, 256, 256)
 
 
-def test_device_bytes_are_asked_for_once_by_a_simdgroup():
+def test_device_bytes_are_requested_once_per_simdgroup():
     """Broadcast, coalesced and repeated reads."""
     c = counted(I + "out[i] = a[0];")
     assert (c.device_bytes, c.device_lane_bytes) == (2 * 4 + 256, 512)

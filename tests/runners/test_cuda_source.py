@@ -1,4 +1,4 @@
-"""The "cuda" runner's text: what is built for `mx.fast.cuda_kernel`, compiled where NVRTC is.
+"""The "cuda" runner's text: what ``mx.fast.cuda_kernel`` gets, compiled where NVRTC is.
 
 Nothing runs on a GPU in these tests; `tests/cuda_check.py` does that where there is one.
 """
@@ -140,7 +140,7 @@ def test_findings_of_compute_sanitizer_are_told_apart(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("group", on_cuda.GROUPS, ids=str)
-def test_what_the_gpu_is_asked_about_lanes_holds_in_the_emulator(group):
+def test_the_emulator_passes_the_lane_checks_of_cuda_check(group):
     assert not any(on_cuda.lanes(group, runner="emulator").values())
 
 

@@ -58,7 +58,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
         call(7)
 
 
-def test_no_compiler_is_said_with_what_to_install(cache, monkeypatch):
+def test_without_a_compiler_the_error_says_what_to_install(cache, monkeypatch):
     monkeypatch.setattr(compiler, "COMPILERS", ())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for cached in (compiler.compiler, compiler._fingerprint):

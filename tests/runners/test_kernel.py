@@ -94,7 +94,7 @@ def test_a_runner_that_is_not_here(runner, words):
         definition()(**call(), runner=runner)
 
 
-def test_a_definition_that_cannot_be():
+def test_a_wrong_definition_is_refused():
     with pytest.raises(UserError, match="unknown runner"):
         definition("opencl")
     with pytest.raises(ValueError, match="at least one output"):
