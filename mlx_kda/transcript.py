@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import UserError
+from .tokenizer.control import is_unicode
 
 Message = dict[str, str]
 
@@ -85,12 +86,3 @@ def checked(messages: Any) -> list[Message]:
         if isinstance(content, str) and not is_unicode(content):
             raise UserError("a message holds half a surrogate pair, which is not a character")
     return [dict(message) for message in messages]
-
-
-def is_unicode(text: str) -> bool:
-    """Whether the text can be encoded as UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -1,7 +1,17 @@
-"""Tokenizers without remote code: built at conversion, loaded where mlx-lm expects its own."""
+"""Tokenizers without remote code: built at conversion, loaded where mlx-lm expects its own.
 
-from .files import end_ids, read_tokenizer
-from .loading import load_tokenizer
-from .writing import write_tokenizer
+``load_tokenizer`` is loaded on first use: it needs transformers, which a conversion does not.
+"""
+
+import importlib
+from typing import Any
+
+from .files import end_ids, read_tokenizer, write_tokenizer
 
 __all__ = ["end_ids", "load_tokenizer", "read_tokenizer", "write_tokenizer"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "load_tokenizer":
+        return importlib.import_module(f"{__name__}.wrapper").load_tokenizer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

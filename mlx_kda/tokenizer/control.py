@@ -1,8 +1,8 @@
-"""Control tokens: which they are, and how text is encoded so that none can be typed.
+"""Control tokens, and how text is encoded so that none can be typed.
 
-A tokenizer of the `tokenizers` library turns `<|im_end|>` into the control token wherever it
-stands. Here text is encoded by a copy that knows no control tokens, and a rendered chat is cut at
-those control tokens that the template wrote.
+A tokenizer of the ``tokenizers`` library turns ``<|im_end|>`` into the control token wherever it
+occurs. Here text is encoded by a copy without control tokens, and a rendered chat is cut at those
+control tokens that the template wrote.
 """
 
 import json
@@ -13,24 +13,22 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-# Unicode noncharacters, which no text carries; one that is in none of the inputs marks them.
+# Unicode noncharacters, which no text contains; one that is in none of the inputs marks them.
 MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
 
 class TemplateText(str):
     """Text in which control tokens are control tokens, because a template wrote them.
 
-    `ids` is its encoding where that is known already.
+    ``ids`` is its encoding where that is known already.
     """
 
-    ids: tuple[int, ...] | None = None
+    ids: tuple[int, ...] | None
 
-    @classmethod
-    def with_ids(cls, text: str, ids: list[int]) -> "TemplateText":
-        """The text together with its encoding."""
-        result = cls(text)
-        result.ids = tuple(ids)
-        return result
+    def __new__(cls, text: str, ids: list[int] | None = None) -> "TemplateText":
+        self = super().__new__(cls, text)
+        self.ids = None if ids is None else tuple(ids)
+        return self
 
 
 class ControlTokens:
@@ -86,33 +84,33 @@ class ControlTokens:
     def _openings(self) -> str:
         return "".join(sorted({re.escape(name[0]) for name in self.ids}))
 
-    def encode_text(self, text: str, frame: bool) -> list[int]:
-        """Ids of text, no control token among them but, with `frame`, BOS or EOS around it."""
-        return self.plain.encode(text, add_special_tokens=frame).ids
+    def encode_text(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Ids of text without control tokens, except for BOS or EOS with ``add_special_tokens``."""
+        return self.plain.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def encode_template(self, text: str, frame: bool) -> list[int]:
+    def encode_template(self, text: str, add_special_tokens: bool) -> list[int]:
         """Ids of text in which control tokens are control tokens."""
-        return self.tokenizer.encode(text, add_special_tokens=frame).ids
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def render(self, template: Callable[[Any], str], inputs: Any) -> TemplateText:
         """Render a chat so that only control tokens written by the template become control tokens.
 
-        `template` turns inputs (messages, tools and the like) into text. It is rendered as it is,
-        and once more with a mark inside every place of the inputs where a control token could
+        ``template`` turns inputs (messages, tools and the like) into text. It is rendered as it is,
+        and once more with a mark after every character of the inputs at which a control token could
         start. If both hold the same control tokens, none came from the inputs. Otherwise the marked
-        text rules, and what carries a mark is text.
+        text is used, in which the inputs' control tokens are broken up by marks.
         """
         text = template(inputs)
         if not self.ids:
-            return TemplateText.with_ids(text, self.encode_template(text, False))
+            return TemplateText(text, self.encode_template(text, False))
         mark = self._unused_mark(inputs)
         opening = re.compile(f"[{self._openings}]")
         marked = template(_marked(inputs, opening, mark))
         # a template may escape what is not ASCII
         marked = marked.replace(f"\\u{ord(mark):04x}", mark)
         if self.pattern.findall(text) == self.pattern.findall(marked):
-            return TemplateText.with_ids(text, self.encode_template(text, False))
-        return TemplateText.with_ids(marked.replace(mark, ""), self._encode_marked(marked, mark))
+            return TemplateText(text, self.encode_template(text, False))
+        return TemplateText(marked.replace(mark, ""), self._encode_marked(marked, mark))
 
     def _encode_marked(self, text: str, mark: str) -> list[int]:
         ids, start = [], 0
@@ -140,3 +138,12 @@ def _marked(value: Any, opening: re.Pattern, mark: str) -> Any:
     if isinstance(value, list | tuple):
         return [_marked(entry, opening, mark) for entry in value]
     return value
+
+
+def is_unicode(text: str) -> bool:
+    """Whether the text can be encoded as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -15,8 +15,8 @@ BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class ByteDetokenizer:
     """A streaming detokenizer with the interface of mlx-lm's.
 
-    Each token is bytes; a character is given out when its last byte has come. Control tokens give
-    nothing. The work a token takes does not depend on how long the text is.
+    Each token is bytes; a character is output when its last byte has come. Control tokens have no
+    text. The work per token does not depend on the length of the text.
     """
 
     def __init__(self, pieces: dict[int, bytes], strip_first_space: bool = False):
@@ -33,12 +33,12 @@ class ByteDetokenizer:
         self._started = False
 
     def add_token(self, token: int) -> None:
-        """Take one token id; ids without a piece give no text."""
+        """Add one token id; ids without a piece have no text."""
         self.tokens.append(token)
         self._add(self._decoder.decode(self._pieces.get(token, b"")))
 
     def finalize(self) -> None:
-        """Give out what is held back; an unfinished character becomes U+FFFD, as in `decode`."""
+        """Output what is held back; an unfinished character becomes U+FFFD, as in ``decode``."""
         self._add(self._decoder.decode(b"", final=True))
         self._decoder.reset()
 
@@ -68,7 +68,7 @@ class ByteDetokenizer:
 def token_pieces(tokenizer: Tokenizer, hidden: frozenset[int]) -> tuple[dict[int, bytes], bool]:
     """The bytes of every token, and whether the first space of a text is to be stripped.
 
-    `hidden` ids give no text. Understands byte-level and sentencepiece decoders.
+    ``hidden`` ids have no text. Supports byte-level and sentencepiece decoders.
     """
     decoder = json.dumps(json.loads(tokenizer.to_str())["decoder"])
     byte_level = '"ByteLevel"' in decoder

@@ -1,4 +1,4 @@
-"""The tokenizer files of a checkpoint: which are there, and whether they agree."""
+"""The tokenizer files of a checkpoint: reading them, checking that they agree, writing them."""
 
 import json
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_tokenizer(folder: Path, model_config: dict[str, Any]) -> TokenizerFiles | None:
     """The tokenizer of a folder, or None if it has none.
 
-    `tiktoken.model` comes before `tokenizer.json`: generic converters split Kimi's text wrongly.
+    tiktoken.model is preferred to tokenizer.json: generic converters split Kimi's text wrongly.
     Raises CheckpointError: damaged files, or ids that disagree between the files.
     """
     config = read_json(folder / CONFIG)
@@ -70,7 +70,7 @@ def read_tokenizer(folder: Path, model_config: dict[str, Any]) -> TokenizerFiles
 
 
 def read_template(folder: Path, config: dict[str, Any]) -> str | list | dict | None:
-    """The chat template: the file rules, then the inline one."""
+    """The chat template: of chat_template.jinja, else of tokenizer_config.json."""
     path = folder / TEMPLATE
     if path.is_file():
         try:
@@ -103,7 +103,7 @@ def token_name(entry: Any) -> str | None:
 
 
 def _add_named(tokenizer: Tokenizer, table: dict[int, AddedToken], config: dict[str, Any]) -> None:
-    """Add what `added_tokens_decoder` lists beyond the tokenizer's own vocabulary, id by id."""
+    """Add what ``added_tokens_decoder`` lists beyond the tokenizer's own vocabulary, id by id."""
     known = tokenizer.get_added_tokens_decoder()
     for index, token in sorted(table.items()):
         if tokenizer.token_to_id(token.content) is None and index == tokenizer.get_vocab_size():
@@ -125,9 +125,9 @@ def _add_named(tokenizer: Tokenizer, table: dict[int, AddedToken], config: dict[
 def check_ids(
     files: TokenizerFiles, model_config: dict[str, Any], generation: dict[str, Any]
 ) -> None:
-    """Refuse a tokenizer whose control ids are not those that the model's configs name.
+    """Raise CheckpointError where control ids are not those that the model's configs name.
 
-    Renumbered copies are in circulation; with them a model never stops, or talks nonsense.
+    Renumbered copies are in circulation; with them a model never stops, or writes nonsense.
     """
     tokenizer = files.tokenizer
     control = tokenizer.get_added_tokens_decoder()
@@ -142,15 +142,15 @@ def check_ids(
             if index not in control:
                 raise CheckpointError(
                     f"the tokenizer's ids disagree: {where} ends at id {index}, which is "
-                    f"{tokenizer.id_to_token(index)!r} and no control token"
+                    f"{tokenizer.id_to_token(index)!r} and not a control token"
                 )
-        # a padding id is often set carelessly and harms nobody; the first token matters
-        name, index = token_name(files.config.get("bos_token")), config.get("bos_token_id")
-        if name is None or not isinstance(index, int):
+        # a wrong padding id is common and harmless; the first token matters
+        name, bos = token_name(files.config.get("bos_token")), config.get("bos_token_id")
+        if name is None or not isinstance(bos, int):
             continue
-        if (found := tokenizer.token_to_id(name)) != index:
+        if (found := tokenizer.token_to_id(name)) != bos:
             raise CheckpointError(
-                f"the tokenizer's ids disagree: bos_token {name} is {found}, {where} says {index}"
+                f"the tokenizer's ids disagree: bos_token {name} is {found}, {where} says {bos}"
             )
 
 
@@ -175,27 +175,27 @@ def end_ids(
     return list(dict.fromkeys(ids))
 
 
-def written_settings(files: TokenizerFiles, model_config: dict[str, Any]) -> dict[str, Any]:
-    """The tokenizer_config.json to write: a plain fast tokenizer, no code of the checkpoint."""
+def write_tokenizer(files: TokenizerFiles, out: Path, model_config: dict[str, Any]) -> str:
+    """Write tokenizer.json, tokenizer_config.json and the chat template into the folder ``out``.
+
+    What is written loads in transformers' AutoTokenizer without remote code. Returns a line saying
+    what was built from what.
+    """
+    files.tokenizer.save(str(out / JSON))
     settings = {key: value for key, value in files.config.items() if key not in DROPPED}
+    added = sorted(files.tokenizer.get_added_tokens_decoder().items())
     settings |= {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "added_tokens_decoder": {
-            str(index): {
-                "content": token.content,
-                "lstrip": token.lstrip,
-                "normalized": token.normalized,
-                "rstrip": token.rstrip,
-                "single_word": token.single_word,
-                "special": token.special,
-            }
-            for index, token in sorted(files.tokenizer.get_added_tokens_decoder().items())
-        },
+        "added_tokens_decoder": {str(index): token.__getstate__() for index, token in added},
     }
     context = model_config.get("model_max_length") or model_config.get("max_position_embeddings")
     if context:
         settings["model_max_length"] = context
-    if isinstance(files.chat_template, list | dict):
+    if isinstance(files.chat_template, str):
+        (out / TEMPLATE).write_text(files.chat_template, encoding="utf-8")
+    elif files.chat_template is not None:
         settings["chat_template"] = files.chat_template
-    return settings
+    text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+    (out / CONFIG).write_text(text, encoding="utf-8")
+    return f"{files.origin} -> {JSON}, {files.tokenizer.get_vocab_size()} tokens"

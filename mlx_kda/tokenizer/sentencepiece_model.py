@@ -1,4 +1,4 @@
-"""A sentencepiece `tokenizer.model` (llama-style) as a tokenizer of the `tokenizers` library."""
+"""A sentencepiece tokenizer.model (llama-style) as a tokenizer of the ``tokenizers`` library."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ from tokenizers import (
 )
 
 from ..errors import CheckpointError
-from .merges import derive_merges
+from .tiktoken_model import derive_merges
 
 FILE = "tokenizer.model"
 SPACE = "\u2581"
@@ -25,33 +25,34 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 UNIGRAM, BPE = 1, 2
 
 
-def read_model(path: Path):
-    """Parse the file; CheckpointError if it is damaged or no sentencepiece model."""
+def read_model(path: Path) -> Any:
+    """Parse the file; CheckpointError if it is damaged or not a sentencepiece model."""
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
 
-    model = sentencepiece_model_pb2.ModelProto()
+    model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made at run time
     try:
         model.ParseFromString(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except DecodeError:
-        raise CheckpointError(f"{path} is damaged or no sentencepiece model") from None
+        raise CheckpointError(f"{path} is damaged or not a sentencepiece model") from None
     if not model.pieces:
-        raise CheckpointError(f"{path} is damaged or no sentencepiece model: it has no pieces")
+        raise CheckpointError(f"{path} is damaged or not a sentencepiece model: it has no pieces")
     return model
 
 
 def build(path: Path, config: dict[str, Any]) -> Tokenizer:
-    """The tokenizer of a sentencepiece model; `config` (tokenizer_config.json) rules BOS and EOS.
+    """The tokenizer of a sentencepiece model; ``config`` is tokenizer_config.json.
 
     Raises CheckpointError for a damaged file and for model types other than BPE and unigram.
     """
     proto = read_model(path)
     trainer, rules = proto.trainer_spec, proto.normalizer_spec
     pieces = proto.pieces
-    # pieces that the trainer was told of: words, which sentencepiece never splits
+    # defined by whoever trained it: words that sentencepiece never splits
     words = [piece.piece for piece in pieces if piece.type == USER_DEFINED]
+    model: models.Model
     if trainer.model_type == BPE:
         # joined first is the better score, and among equals the earlier piece
         order = sorted(range(len(pieces)), key=lambda i: (-pieces[i].score, i))
@@ -85,12 +86,12 @@ def build(path: Path, config: dict[str, Any]) -> Tokenizer:
             if piece.type in (UNKNOWN, CONTROL)
         ]
     )
-    tokenizer.post_processor = _frame(proto, config)
+    tokenizer.post_processor = _bos_and_eos(proto, config)
     return tokenizer
 
 
-def _normalizers(rules) -> list:
-    steps = []
+def _normalizers(rules: Any) -> list[normalizers.Normalizer]:
+    steps: list[normalizers.Normalizer] = []
     if rules.precompiled_charsmap:
         steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
     if rules.remove_extra_whitespaces:
@@ -103,13 +104,17 @@ def _normalizers(rules) -> list:
     return [*steps, normalizers.Replace(" ", SPACE)]
 
 
-def _decoders(rules) -> list:
-    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+def _decoders(rules: Any) -> list[decoders.Decoder]:
+    steps: list[decoders.Decoder] = [
+        decoders.Replace(SPACE, " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+    ]
     return [*steps, decoders.Strip(" ", 1, 0)] if rules.add_dummy_prefix else steps
 
 
-def _frame(proto, config: dict[str, Any]) -> processors.TemplateProcessing:
-    """BOS and EOS around a text, as tokenizer_config.json asks (by default BOS alone)."""
+def _bos_and_eos(proto: Any, config: dict[str, Any]) -> processors.TemplateProcessing:
+    """Adds BOS and EOS as tokenizer_config.json asks (by default BOS alone)."""
     bos, eos = proto.trainer_spec.bos_id, proto.trainer_spec.eos_id
     frame, names = ["$A"], []
     if config.get("add_bos_token", True) and bos >= 0:

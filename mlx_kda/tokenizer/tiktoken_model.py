@@ -1,18 +1,20 @@
-"""Kimi's tokenizer: `tiktoken.model` and the token table of tokenizer_config.json.
+"""Kimi's tokenizer: tiktoken.model and the token table of tokenizer_config.json.
 
-The checkpoint brings its rules as Python code, which is never run. What that code does is this:
-ranks are ids, 256 slots follow them, and a slot is named by `added_tokens_decoder` or reserved.
+The checkpoint brings its rules as Python code, which is never run. That code does this: ranks are
+ids, 256 slots follow them, and a slot is named by ``added_tokens_decoder`` or reserved.
 """
 
 import base64
 import binascii
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from ..errors import CheckpointError
-from .merges import derive_merges
+
+Units = TypeVar("Units", bytes, str)
 
 FILE = "tiktoken.model"
 SLOTS = 256
@@ -37,7 +39,7 @@ PATTERN = "|".join(
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """The `base64 rank` lines of a tiktoken file; ranks must be 0, 1, 2, ... each once.
+    """The ``base64 rank`` lines of a tiktoken file; ranks must be 0, 1, 2, ... each once.
 
     Raises CheckpointError naming the line that is damaged or the rank that is missing.
     """
@@ -68,8 +70,8 @@ def slot_names(
 ) -> list[AddedToken]:
     """The tokens after the ranks, in the order of their ids.
 
-    `table` is `added_tokens_decoder`. Raises CheckpointError where its ids disagree with the ranks
-    or with the model's vocabulary, as in renumbered copies.
+    ``table`` is ``added_tokens_decoder``. Raises CheckpointError where its ids disagree with the
+    ranks or with the model's vocabulary, as in renumbered copies.
     """
     end = first + SLOTS if vocab_size is None else min(first + SLOTS, vocab_size)
     if wrong := [i for i in table if not first <= i < end]:
@@ -84,7 +86,7 @@ def slot_names(
 
 
 def build(path: Path, table: dict[int, AddedToken], vocab_size: int | None) -> Tokenizer:
-    """The tokenizer of a `tiktoken.model`; `vocab_size` is the model's, for the check of ids."""
+    """The tokenizer of a tiktoken.model; ids are checked against the model's ``vocab_size``."""
     if not table:
         raise CheckpointError(
             f"{path.parent} lacks added_tokens_decoder in tokenizer_config.json, which names the "
@@ -124,7 +126,7 @@ def byte_texts() -> dict[int, str]:
 
 
 def added_table(config: dict[str, Any]) -> dict[int, AddedToken]:
-    """`added_tokens_decoder` of a tokenizer_config.json as tokens by id.
+    """``added_tokens_decoder`` of a tokenizer_config.json as tokens by id.
 
     Raises CheckpointError for an entry that is no token, or one name at two ids.
     """
@@ -149,3 +151,35 @@ def added_table(config: dict[str, Any]) -> dict[int, AddedToken]:
             f"tokenizer_config.json: added_tokens_decoder gives {sorted(twice)[0]} more than one id"
         )
     return table
+
+
+def derive_merges(ranks: Mapping[Units, int]) -> list[tuple[Units, Units]]:
+    """The merge rules of a byte-pair vocabulary that knows ranks only, best rank first.
+
+    tiktoken and sentencepiece repeatedly join the neighbours whose union has the best rank; the
+    ``tokenizers`` library wants pairs. One pair per token is enough: the two parts that are left
+    when the same joining, applied to the token alone, stops short of the token itself. Inside any
+    text the token's span evolves in just that way, or the token is not formed there at all.
+
+    ``ranks`` maps a token, as bytes or as text, to its rank; lower ranks are joined first. Tokens
+    that cannot be reached by joining get no pair (they only match a whole word).
+    """
+    merges = []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        parts = _join(token, ranks)
+        if len(parts) == 2:
+            merges.append((parts[0], parts[1]))
+    return merges
+
+
+def _join(token: Units, ranks: Mapping[Units, int]) -> list[Units]:
+    """Join the units of a token by rank, never into the whole token."""
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        unions = (ranks.get(parts[i] + parts[i + 1]) for i in range(len(parts) - 1))
+        found = [(rank, i) for i, rank in enumerate(unions) if rank is not None]
+        if not found:
+            break
+        i = min(found)[1]
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return parts

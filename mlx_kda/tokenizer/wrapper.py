@@ -7,29 +7,54 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 
-from ..errors import UserError
-from ..transcript import is_unicode
-from .control import ControlTokens, TemplateText
+from ..errors import CheckpointError, UserError
+from .control import ControlTokens, TemplateText, is_unicode
 from .detokenizer import ByteDetokenizer, token_pieces
-from .files import NAMED, TokenizerFiles, end_ids, named_templates, read_json, token_name
+from .files import (
+    NAMED,
+    TokenizerFiles,
+    end_ids,
+    named_templates,
+    read_json,
+    read_tokenizer,
+    token_name,
+)
 
 KIMI_TOOLS = "<|tool_calls_section_begin|>"
+
+
+def load_tokenizer(path: str | Path) -> "KDATokenizer":
+    """Load the tokenizer of a checkpoint folder, without running any code that it contains.
+
+    Takes tokenizer.json, tiktoken.model and sentencepiece's tokenizer.model. The result can be used
+    wherever mlx-lm expects its TokenizerWrapper. Its ``eos_token_ids`` are those of config.json,
+    generation_config.json and tokenizer_config.json, and [EOS] and <|im_end|> where they exist.
+
+    Raises CheckpointError: no folder or no tokenizer, damaged files, control ids that disagree.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise CheckpointError(f"{path}: no such folder")
+    model_config = read_json(folder / "config.json")
+    files = read_tokenizer(folder, model_config)
+    if files is None:
+        raise CheckpointError(
+            f"{path} has no tokenizer (tokenizer.json, tiktoken.model or tokenizer.model)"
+        )
+    return KDATokenizer(files, folder, model_config)
 
 
 class KDATokenizer(TokenizerWrapper):
     """mlx-lm's TokenizerWrapper in which typed control tokens stay text.
 
-    `encode` takes plain text: `<|im_end|>` in it is ten characters, not the token. Pass
-    `allow_special=True` for text that may hold control tokens. What `apply_chat_template` returns
-    as text remembers that the template wrote its control tokens, and encodes as it should.
-    Everything not defined here is transformers' tokenizer's.
+    ``encode`` takes plain text: ``<|im_end|>`` in it is ten characters, not the token. Pass
+    ``allow_special=True`` for text that may hold control tokens. The text that
+    ``apply_chat_template`` returns remembers that the template wrote its control tokens, and
+    encodes to them. Everything not defined here is transformers' tokenizer's.
     """
 
-    @classmethod
-    def from_files(
-        cls, files: TokenizerFiles, folder: Path, model_config: dict[str, Any]
-    ) -> "KDATokenizer":
-        """Build it from files that were read and checked."""
+    def __init__(self, files: TokenizerFiles, folder: Path, model_config: dict[str, Any]):
+        """From files that were read and checked."""
         named = {key: token_name(files.config.get(key)) for key in NAMED}
         context = model_config.get("model_max_length") or files.config.get("model_max_length")
         inner = PreTrainedTokenizerFast(
@@ -51,17 +76,16 @@ class KDATokenizer(TokenizerWrapper):
             }
         control = ControlTokens(files.tokenizer)
         pieces, strip = token_pieces(files.tokenizer, control.special_ids)
-        self = cls(
+        self._control = control
+        super().__init__(
             inner,
             lambda _: ByteDetokenizer(pieces, strip),
             eos_token_ids=end_ids(files, model_config, generation),
             **tools,
         )
-        self._control = control
-        # mlx-lm encodes these to find them in generated ids: they are no typed text
+        # mlx-lm encodes these to find them in generated ids: they are not typed text
         self._think_start = self._think_start and TemplateText(self._think_start)
         self._think_end = self._think_end and TemplateText(self._think_end)
-        return self
 
     @property
     def all_special_ids(self) -> list[int]:
@@ -74,12 +98,12 @@ class KDATokenizer(TokenizerWrapper):
         """Ids of a text.
 
         Args:
-            text: plain text, or what `apply_chat_template(tokenize=False)` returned.
-            add_special_tokens: put BOS or EOS around it where the checkpoint does so.
-            allow_special: let control tokens spelled in plain text be control tokens.
-            kwargs: taken for transformers' sake; padding and truncation are not offered.
+            text: plain text, or what ``apply_chat_template(tokenize=False)`` returned.
+            add_special_tokens: add BOS or EOS where the checkpoint does so.
+            allow_special: control tokens spelled in plain text are control tokens.
+            kwargs: none is supported; transformers' padding and truncation raise TypeError.
 
-        Raises UserError for a text with what is no character.
+        Raises UserError for a text that cannot be encoded as UTF-8.
         """
         if isinstance(text, TemplateText):
             if text.ids is not None:
@@ -94,7 +118,7 @@ class KDATokenizer(TokenizerWrapper):
             return self._control.encode_template(text, add_special_tokens)
         return self._control.encode_text(text, add_special_tokens)
 
-    def apply_chat_template(
+    def apply_chat_template(  # type: ignore[override]  # mlx-lm passes any arguments on
         self,
         conversation: list[dict[str, Any]],
         tools: list[Any] | None = None,
@@ -107,8 +131,8 @@ class KDATokenizer(TokenizerWrapper):
 
         Control tokens in messages, tools, documents and template variables stay text. Further
         arguments are transformers' (add_generation_prompt, continue_final_message, chat_template,
-        variables of the template). Returns ids, or with tokenize=False the text, which `encode`
-        turns into the same ids.
+        variables of the template). Returns ids, or with ``tokenize=False`` the text, which
+        ``encode`` turns into the same ids.
 
         Raises UserError where there is no template, or the template refuses the messages.
         """
@@ -131,7 +155,7 @@ class KDATokenizer(TokenizerWrapper):
             raise UserError("this checkpoint has no chat template; give the prompt as plain text")
         try:
             text = self._control.render(template, inputs)
-        except Exception as error:  # a template is foreign code and can fail in any way
+        except Exception as error:  # a template is code of the checkpoint and can fail in any way
             reason = " ".join(str(error).split()) or type(error).__name__
             raise UserError(f"the chat template refuses these messages: {reason}") from error
-        return text if not tokenize else list(text.ids)
+        return list(text.ids or ()) if tokenize else text
