@@ -1,4 +1,4 @@
-"""What a model takes while it runs, from its config and file headers, beside what a machine has."""
+"""The memory a model needs while it runs, from its config and file headers, and what there is."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ from .cache import Policy
 from .cache.policy import describe
 from .cache.quantized_rows import WORKSPACE
 from .errors import UserError
-from .format import size as words
+from .format import size
 from .models.hybrid_config import KDA, MLA, MOE, HybridConfig
 from .step import prefill_step
 
@@ -22,10 +22,10 @@ FLOATS = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that one text of ``context`` tokens takes under a policy.
+    """Bytes that a sequence of ``context`` tokens needs under a policy.
 
-    ``working`` is the most that reading the prompt holds beside the rest: predicted from the
-    layers' shapes, the other numbers follow from the files and the config.
+    ``working`` is the largest amount that prefilling adds to the rest. It is predicted from the
+    layers' shapes; the other numbers follow from the files and the config.
     """
 
     policy: str
@@ -41,8 +41,8 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes of this machine's memory, and how many of them a model may use."""
+class MachineMemory:
+    """Bytes of this machine's memory, how many of them a model may use, and who says so."""
 
     total: int
     usable: int
@@ -57,58 +57,55 @@ def need(
     policy: str | Policy = "exact",
     step: int | None = None,
 ) -> Need:
-    """For weights of so many bytes that compute in ``dtype``, prompts read ``step`` at a time.
+    """What a model needs whose weights take ``weights`` bytes and compute in ``dtype``.
 
-    ``step`` None: this machine's default.
+    Prompts are read ``step`` tokens at a time, by default as many as this machine's default.
     """
+    policy = Policy.parse(policy)
+    step = min(prefill_step() if step is None else step, max(context, 1))
     layers = describe(config, policy, dtype)
     return Need(
-        policy=str(Policy.parse(policy)),
+        policy=str(policy),
         context=context,
         weights=weights,
         states=sum(layer.bytes_at(context) for layer in layers if layer.kind == KDA),
         latents=sum(layer.bytes_at(context) for layer in layers if layer.kind == MLA),
-        working=working_set(config, dtype, context, policy, step),
+        working=_working_set(config, dtype.size, context, policy, step),
     )
 
 
-def working_set(
-    config: HybridConfig,
-    dtype: mx.Dtype,
-    context: int,
-    policy: str | Policy = "exact",
-    step: int | None = None,
-) -> int:
-    """Predicted bytes of activations while the widest layer reads one chunk of the prompt."""
-    step = prefill_step() if step is None else step
-    T, size, policy = min(step, max(context, 1)), dtype.size, Policy.parse(policy)
+def _working_set(config: HybridConfig, itemsize: int, context: int, policy: Policy, T: int) -> int:
+    """Predicted bytes of activations while the widest layer reads ``T`` tokens of the prompt.
+
+    ``itemsize`` is the bytes of one activation.
+    """
     keys, values = config.linear_key_width, config.linear_value_width
     gates = config.linear_num_v_heads * config.linear_head_dim
     heads = config.num_attention_heads
     # KDA: five projections (q, k, v, both gates) and three convolved, then float32 in the op.
-    kda = T * (4 * keys + 3 * values + gates) * size
+    kda = T * (4 * keys + 3 * values + gates) * itemsize
     kda += T * (4 * keys + 4 * values + 2 * gates) * 4
-    # MLA: queries and outputs; blocks of keys, values and scores; one layer's latents in one piece.
+    # MLA: queries and outputs; blocks of keys, values and scores; one layer's latents, contiguous.
     rows = context if policy.slots is None else min(policy.slots, context) + T
-    row = (config.kv_lora_rank + config.qk_rope_head_dim) * size
+    row = (config.kv_lora_rank + config.qk_rope_head_dim) * itemsize
     queries = T * heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
-    mla = 2 * queries * size + 4 * WORKSPACE + (rows * row if policy.bits is None else 0)
-    dense = 3 * T * config.intermediate_size * size
+    mla = 2 * queries * itemsize + 4 * WORKSPACE + (rows * row if policy.bits is None else 0)
+    dense = 3 * T * config.intermediate_size * itemsize
     chosen = T * config.num_experts_per_token
-    moe = chosen * (2 * config.hidden_size + 3 * config.moe_intermediate_size) * size
+    moe = chosen * (2 * config.hidden_size + 3 * config.moe_intermediate_size) * itemsize
     widest = max(
         kda if KDA in config.layer_types else 0,
         mla if MLA in config.layer_types else 0,
         moe if MOE in config.mlp_layer_types else dense,
     )
-    return widest + 6 * T * config.hidden_size * size + 3 * config.vocab_size * 4
+    return widest + 6 * T * config.hidden_size * itemsize + 3 * config.vocab_size * 4
 
 
-def machine() -> Memory:
+def machine() -> MachineMemory:
     """This machine's memory: on a Mac what Metal recommends to use, else all there is."""
     if mx.metal.is_available():
         info = mx.device_info(mx.gpu)
-        return Memory(
+        return MachineMemory(
             int(info["memory_size"]),
             int(info["max_recommended_working_set_size"]),
             "Metal's recommended working set",
@@ -116,28 +113,28 @@ def machine() -> Memory:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _container_limit()
     if limit is not None and limit < total:
-        return Memory(limit, limit, "the container's limit")
-    return Memory(total, total, "physical memory")
+        return MachineMemory(limit, limit, "the container's limit")
+    return MachineMemory(total, total, "physical memory")
 
 
-def check(wanted: Need, memory: Memory | None = None) -> None:
-    """Raise UserError, with the numbers, where it cannot fit."""
+def check(wanted: Need, memory: MachineMemory | None = None) -> None:
+    """Raise UserError, with the numbers, where the machine's memory is too small."""
     memory = machine() if memory is None else memory
     if wanted.total <= memory.usable:
         return
     raise UserError(
-        f"{wanted.context:,} tokens under {wanted.policy} take {words(wanted.total)}: weights "
-        f"{words(wanted.weights)}, KDA states {words(wanted.states)}, latents "
-        f"{words(wanted.latents)}, working set {words(wanted.working)} (predicted); this machine "
-        f"has {words(memory.usable)} ({memory.source}): a shorter context, --policy int8 or "
+        f"{wanted.context:,} tokens under {wanted.policy} need {size(wanted.total)}: weights "
+        f"{size(wanted.weights)}, KDA states {size(wanted.states)}, latents "
+        f"{size(wanted.latents)}, working set {size(wanted.working)} (predicted); this machine "
+        f"has {size(memory.usable)} ({memory.source}): a shorter context, --policy int8 or "
         "window:4096+16, fewer bits, or --force to try"
     )
 
 
 def activation_dtype(dtypes: Iterable[str]) -> str:
-    """What a model computes in, from its weights' dtypes, the most bytes first.
+    """The dtype a model computes in, from its weights' dtypes, those with most bytes first.
 
-    Packed words are no dtype to compute in, and in a quantised model the rest decides.
+    Integers are quantised weights; the others decide.
     """
     return next((name for name in dtypes if name in FLOATS), "float32")
 

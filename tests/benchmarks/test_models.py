@@ -14,7 +14,7 @@ from mlx_kda.errors import UserError
 from mlx_kda.layers import blas_layout
 from mlx_kda.models.hybrid_config import DENSE, MLA, MOE
 from mlx_kda.models.kimi_linear import KimiLinearConfig
-from mlx_kda.plan import Memory
+from mlx_kda.plan import MachineMemory
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def test_what_memory_does_not_hold_twice_is_measured_by_one_and_then_the_other(m
         (1.5, [["ours"], ["mlx-lm"]], ["ours (alone)", "mlx-lm (alone)"]),
     ):
         alive.clear()
-        usable = Memory(10**12, int(factor * weights), "a test")
+        usable = MachineMemory(10**12, int(factor * weights), "a test")
         monkeypatch.setattr(bench_model, "machine", lambda usable=usable: usable)
         assert [row["candidate"] for row in bench_model.of(subject)] == told and alive == seen
     alive.clear()

@@ -306,10 +306,12 @@ def test_speculation_says_the_same(generate):
 def test_what_cannot_fit_is_refused_with_numbers(generate, monkeypatch):
     from mlx_kda import plan
 
-    monkeypatch.setattr(plan, "machine", lambda: plan.Memory(10**7, 10**7, "physical memory"))
+    monkeypatch.setattr(
+        plan, "machine", lambda: plan.MachineMemory(10**7, 10**7, "physical memory")
+    )
     status, out, err = generate("--prompt", "hi", "--max-tokens", "3")
     assert status == 2 and out == "" and err.count("\n") == 1
-    for words in ("tokens under exact take", "weights 1", "this machine has 10 MB", "--force"):
+    for words in ("tokens under exact need", "weights 1", "this machine has 10 MB", "--force"):
         assert words in err
     assert generate("--prompt", "hi", "--max-tokens", "3", "--force")[0] == 0
 
