@@ -3,13 +3,16 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer
 
 from ..errors import CheckpointError
 from . import sentencepiece_model, tiktoken_model
 from .tiktoken_model import added_table
+
+if TYPE_CHECKING:
+    from .wrapper import KDATokenizer
 
 JSON = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
@@ -173,6 +176,30 @@ def end_ids(
         found = (files.tokenizer.token_to_id(name) for name in names if name is not None)
         ids += [index for index in found if index in control]
     return list(dict.fromkeys(ids))
+
+
+def load_tokenizer(path: str | Path) -> "KDATokenizer":
+    """Load the tokenizer of a checkpoint folder, without running any code that it contains.
+
+    Takes tokenizer.json, tiktoken.model and sentencepiece's tokenizer.model. The result can be used
+    wherever mlx-lm expects its TokenizerWrapper. Its ``eos_token_ids`` are those of config.json,
+    generation_config.json and tokenizer_config.json, and [EOS] and <|im_end|> where they exist.
+
+    Raises CheckpointError: no folder or no tokenizer, damaged files, control ids that disagree.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise CheckpointError(f"{path}: no such folder")
+    model_config = read_json(folder / "config.json")
+    files = read_tokenizer(folder, model_config)
+    if files is None:
+        raise CheckpointError(
+            f"{path} has no tokenizer (tokenizer.json, tiktoken.model or tokenizer.model)"
+        )
+    # transformers is slow to import, and a conversion does not need it
+    from .wrapper import KDATokenizer
+
+    return KDATokenizer(files, folder, model_config)
 
 
 def write_tokenizer(files: TokenizerFiles, out: Path, model_config: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 
-from ..errors import CheckpointError, UserError
+from ..errors import UserError
 from .control import ControlTokens, TemplateText, is_unicode
 from .detokenizer import ByteDetokenizer, token_pieces
 from .files import (
@@ -16,32 +16,10 @@ from .files import (
     end_ids,
     named_templates,
     read_json,
-    read_tokenizer,
     token_name,
 )
 
 KIMI_TOOLS = "<|tool_calls_section_begin|>"
-
-
-def load_tokenizer(path: str | Path) -> "KDATokenizer":
-    """Load the tokenizer of a checkpoint folder, without running any code that it contains.
-
-    Takes tokenizer.json, tiktoken.model and sentencepiece's tokenizer.model. The result can be used
-    wherever mlx-lm expects its TokenizerWrapper. Its ``eos_token_ids`` are those of config.json,
-    generation_config.json and tokenizer_config.json, and [EOS] and <|im_end|> where they exist.
-
-    Raises CheckpointError: no folder or no tokenizer, damaged files, control ids that disagree.
-    """
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        raise CheckpointError(f"{path}: no such folder")
-    model_config = read_json(folder / "config.json")
-    files = read_tokenizer(folder, model_config)
-    if files is None:
-        raise CheckpointError(
-            f"{path} has no tokenizer (tokenizer.json, tiktoken.model or tokenizer.model)"
-        )
-    return KDATokenizer(files, folder, model_config)
 
 
 class KDATokenizer(TokenizerWrapper):
