@@ -9,7 +9,7 @@ I N is every N-th call from the I-th on: N processes share the compiling. `check
 build; `sanitize` and `plant` launch the same text outside MLX's memory pools and graphs, which
 compute-sanitizer does not see into; they need cupy and nvcc. Run them once without the tool, so
 that it does not watch the compiler. Prints one JSON line a result; not collected by pytest. Times:
-`mlx-kda bench cuda`.
+benchmarks/cuda_peers.py.
 """
 
 import json

@@ -2,6 +2,8 @@
 
 import json
 
+import common
+import constant
 import mlx.core as mx
 import pytest
 import sentencepiece
@@ -19,7 +21,6 @@ from helpers.trained import (
 from safetensors import safe_open
 
 import mlx_kda
-from mlx_kda.bench import constant, constant_page
 from mlx_kda.cli.main import main
 from mlx_kda.context import Context
 from mlx_kda.models import load_model
@@ -200,8 +201,8 @@ def _is_flat(rows: list[dict]) -> bool:
     The latter moves by tens of MB in a process that ran other tests, as allocators keep or free;
     the benchmark has a process of its own.
     """
-    grown = [each for each in constant_page.growth(rows) if not each.startswith("resident")]
-    room = 2 * constant_page.ROOM_MB["resident_mb"]
+    grown = [each for each in constant.growth(rows) if not each.startswith("resident")]
+    room = 2 * constant.ROOM_MB["resident_mb"]
     return not grown and rows[-1]["peak_mb"] <= rows[0]["peak_mb"] + room
 
 
@@ -234,15 +235,15 @@ def test_the_state_is_of_use_after_thousands_of_tokens(loaded):
 def test_growth_is_noticed():
     first = {"tokens": 1, "cache_bytes": 10, "arrays": 3, "active_mb": 1.0}
     first |= {"mlx_peak_mb": 2.0, "resident_mb": 50.0}
-    assert constant_page.growth([first, first]) == []
+    assert constant.growth([first, first]) == []
     for key, value in (("cache_bytes", 11), ("arrays", 4), ("active_mb", 2.0)):
-        assert len(constant_page.growth([first, first | {key: value}])) == 1
-    assert constant_page.growth([first, first | {"resident_mb": 60.0, "mlx_peak_mb": 9.0}])
+        assert len(constant.growth([first, first | {key: value}])) == 1
+    assert constant.growth([first, first | {"resident_mb": 60.0, "mlx_peak_mb": 9.0}])
 
 
 def test_the_benchmark_refuses_a_model_that_grows(capsys):
     argv = [str(EXAMPLES / "tiny-kimi-linear"), "--text", str(TRAIN / "held_out.txt")]
-    assert main(["bench", "constant", *argv]) == 2
+    assert common.run(None, constant.add_arguments, constant.main, argv) == 2
     assert "layers that are not KDA" in capsys.readouterr().err
 
 

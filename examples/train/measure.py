@@ -102,18 +102,28 @@ def answers(model: Any, case: Case, policy: str) -> bool:
     return bool(np.array_equal(found, case.ids[case.start :]))
 
 
+def text_nats(model: Any, ids: list[int], step: int = 512) -> float:
+    """Negative log-likelihood in nats of every token but the first."""
+    total, cache = 0.0, model.make_cache()
+    for at in range(0, len(ids) - 1, step):
+        target = mx.array(ids[at + 1 : at + 1 + step])
+        logits = model(mx.array([ids[at : at + target.size]]), cache=cache)[0].astype(mx.float32)
+        chosen = mx.take_along_axis(logits, target[:, None], -1)[:, 0]
+        total += float((mx.logsumexp(logits, -1) - chosen).sum())
+    return total
+
+
 def measure(
     folder: Path, corpus: Corpus, family: Family, results: dict, minutes: float, save: Path
 ) -> None:
     """Run what results lack until the time is up."""
     from mlx_kda import load
-    from mlx_kda.bench.quality import text_nats
 
     began = time.time()
     model, _ = load(folder)
     if "held_out_bits_per_byte" not in results:
         ids = corpus.tokenizer.encode(corpus.held_out)
-        nats = float(text_nats(model, ids).sum())
+        nats = text_nats(model, ids)
         results["held_out_bits_per_byte"] = round(per_byte(nats, corpus.held_out), 4)
         results["held_out_perplexity"] = round(math.exp(nats / (len(ids) - 1)), 2)
     cases = results.setdefault("cases", {})

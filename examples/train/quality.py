@@ -1,11 +1,11 @@
 """Write docs/quality.md: what quantisation costs on the two trained checkpoints.
 
-    mlx-kda bench quality ../tiny-kimi-linear --text held_out.txt --out .
-    mlx-kda bench quality ../tiny-fla-kda --text held_out.txt --recipes ... --out kda
+    python ../../benchmarks/quality.py ../tiny-kimi-linear --text held_out.txt --out .
+    python ../../benchmarks/quality.py ../tiny-fla-kda --text held_out.txt --recipes ... --out kda
     python quality.py
 
-The first commands measure; their quality.json lie beside this file, that of the second under the
-name quality-kda.json. The third writes the page.
+The first two commands measure: the quality.json of the first is this folder's, that of the second
+is quality-kda.json here. The third writes the page.
 """
 
 import json

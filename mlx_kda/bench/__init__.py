@@ -1,1 +1,1 @@
-"""Benchmarks: ours beside every peer that can run here, in one run, interleaved."""
+"""`mlx-kda bench`: this package beside mlx-lm on one machine, timed in turns."""

@@ -1,9 +1,9 @@
-"""`bench buffers`: prefill and decode with MLX's command buffers of several lengths.
+"""`mlx-kda bench buffers`: prefill and decode with MLX's command buffers of several lengths.
 
-MLX hands a GPU its launches in command buffers. It ends one after so many launches, or once their
-inputs hold so many million numbers, all experts of a layer counted whatever few are read, and each
-end costs time. The limits are read once, when MLX starts: each setting is a process of its own, and
-they take turns.
+MLX submits launches to a GPU in command buffers. It ends a buffer after a number of launches, or
+once their inputs hold so many million elements (all experts of a layer count, however few are
+read), and each end costs time. MLX reads both limits once, when it starts: each setting runs in a
+process of its own, and they take turns.
 """
 
 import os
@@ -16,10 +16,22 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from . import results
+from .results import Benchmark, columns, load
 from .timing import STEADY, spread
 
-# What is called MB counts millions of numbers.
+BENCHMARK = Benchmark(
+    "buffers",
+    "Prefill and decode with MLX's command buffers of several lengths",
+    columns(
+        "context phase candidate ms tokens_per_second spread peak_mb",
+        candidate="MLX_MAX_OPS_PER_BUFFER, MLX_MAX_MB_PER_BUFFER",
+        tokens_per_second="tokens/s",
+        peak_mb="peak MB",
+    ),
+    "Our model; a process for each setting and round, in turns. MLX ends a command buffer at "
+    "either limit; MB are in truth millions of numbers. A CPU has no command buffers.",
+)
+# What is called MB counts millions of elements.
 OPS, NUMBERS = "MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER"
 SETTINGS = {
     "MLX's own": {},
@@ -29,14 +41,16 @@ SETTINGS = {
 
 
 def run(arguments: Sequence[str], rounds: int = 3) -> Iterator[dict[str, Any]]:
-    """One row for each (setting, phase): median and spread over the rounds.
+    """Yield one row for each (setting, phase): median and spread over the rounds.
+
+    An interrupted run yields what it has measured first.
 
     Args:
-        arguments: of `bench model`, which measures; our model alone.
-        rounds: processes of each setting.
+        arguments: of ``mlx-kda bench model``, which measures our model.
+        rounds: processes for each setting.
 
     Raises:
-        UserError: with the last line of a process that failed.
+        UserError: a process failed; with its last line.
     """
     taken: dict[tuple[str, str], list[dict[str, Any]]] = {}
     try:
@@ -46,7 +60,7 @@ def run(arguments: Sequence[str], rounds: int = 3) -> Iterator[dict[str, Any]]:
                     taken.setdefault((name, row["phase"]), []).append(row)
     except GeneratorExit:
         raise
-    except BaseException:  # stopped, or failed: what was measured is told first
+    except BaseException:
         yield from _rows(taken)
         raise
     yield from _rows(taken)
@@ -54,13 +68,13 @@ def run(arguments: Sequence[str], rounds: int = 3) -> Iterator[dict[str, Any]]:
 
 def _rows(taken: dict[tuple[str, str], list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
     for (name, phase), rows in taken.items():
-        times = [row["ms"] for row in rows]
-        noise = spread(times) if len(times) > 1 else rows[0]["spread"]
+        # The spread of a single process is its own.
+        noise = spread([row["ms"] for row in rows]) if len(rows) > 1 else rows[0]["spread"]
         yield {
             "candidate": name,
             "phase": phase,
             "context": rows[0]["context"],
-            "ms": statistics.median(times),
+            "ms": statistics.median(row["ms"] for row in rows),
             "tokens_per_second": statistics.median(row["tokens_per_second"] for row in rows),
             "spread": noise,
             "steady": noise <= STEADY,
@@ -80,9 +94,9 @@ def _measured(arguments: Sequence[str], setting: dict[str, str]) -> list[dict[st
         if done.returncode:
             lines = done.stderr.strip().splitlines() or ["no output"]
             raise UserError(f"bench model ended with status {done.returncode}: {lines[-1]}")
-        return results.load(Path(folder) / "model.json")["rows"]
+        return load(Path(folder) / "model.json")["rows"]
 
 
 def _environment(setting: dict[str, str]) -> dict[str, str]:
-    """This process's, but for what the user set of the two."""
+    """This process's environment with the two limits as given."""
     return {k: v for k, v in os.environ.items() if k not in (OPS, NUMBERS)} | setting

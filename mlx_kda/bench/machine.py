@@ -1,4 +1,4 @@
-"""What a number was measured on: without it, it is not a number."""
+"""The machine and the versions behind a measurement."""
 
 import datetime
 import importlib.metadata
@@ -14,7 +14,7 @@ import mlx.core as mx
 from .. import __version__
 
 _PACKAGES = ("mlx", "mlx-lm", "numpy")
-# Where there is a CUDA GPU, those of these that are installed.
+# On a CUDA GPU, those of these that are installed.
 _CUDA_PACKAGES = (
     "mlx-cuda-13",
     "mlx-cuda-12",
@@ -29,24 +29,33 @@ _MISSING = "not installed"
 def describe(command: str) -> dict[str, Any]:
     """Chip, cores, memory, system, device, package versions, commit, date and the command."""
     device = _device()
-    packages = {"mlx-kda": __version__} | {name: _version(name) for name in _PACKAGES}
+    versions = {"mlx-kda": __version__} | {name: _version(name) for name in _PACKAGES}
     if device == "CUDA GPU":
         peers = {name: _version(name) for name in _CUDA_PACKAGES}
-        packages |= {name: version for name, version in peers.items() if version != _MISSING}
+        versions |= {name: version for name, version in peers.items() if version != _MISSING}
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": command,
         "chip": _chip(),
         "device": device,
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": _cores(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
         "system": _system(),
         "python": platform.python_version(),
-        "packages": packages,
+        "packages": versions,
         "commit": _commit(),
     }
+
+
+def packages(about: dict[str, Any]) -> str:
+    """The versions of what `describe` returned, as text."""
+    return ", ".join(f"{name} {version}" for name, version in about["packages"].items())
+
+
+def _cores() -> int | None:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
 
 
 def _device() -> str:

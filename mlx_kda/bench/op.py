@@ -1,18 +1,28 @@
-"""`bench op`: our paths against mlx-lm, on the same arrays, with the error beside the time."""
+"""`mlx-kda bench op`: the op's paths and mlx-lm's op on the same arrays, with times and errors."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models import gated_delta
 
 from ..attention import explain, kda
-from ..ops import reference64 as oracle
+from ..ops import reference64
+from .results import Benchmark, columns
 from .timing import interleave
 
-# The oracle is a float64 loop: the error is taken over this many heads and tokens at most.
-_ORACLE_HEADS = 2
-_ORACLE_TOKENS = 2048
+BENCHMARK = Benchmark(
+    "op",
+    "The op's paths against mlx-lm's, with the error beside the time",
+    columns("H T candidate path ms us_per_token spread calls error", us_per_token="us a token"),
+    "Inputs are random unless `--row` names another kind; every call starts from the state that "
+    "the one before left. Spread is that between the quartiles over the median; error is that of "
+    "the output against float64.",
+)
+# The float64 reference is a slow loop: errors are taken over this many heads and tokens at most.
+_REFERENCE_HEADS = 2
+_REFERENCE_TOKENS = 2048
 
 
 def run(
@@ -27,10 +37,10 @@ def run(
     samples: int = 7,
     budget: float = 20.0,
 ) -> Iterator[dict[str, Any]]:
-    """One row of results for each (heads, tokens, candidate), as they come.
+    """Yield one row for each (heads, tokens, candidate).
 
-    Candidates are our paths and mlx-lm's `gated_delta_update` (which takes its Metal kernel on a
-    Mac and its loop elsewhere). Every call starts from the state that the one before left.
+    Candidates are our ``paths`` and mlx-lm's op: its Metal kernel on a Mac, its loop elsewhere.
+    Every call starts from the state that the one before left.
     """
     for H in heads:
         for T in tokens:
@@ -38,7 +48,7 @@ def run(
 
 
 def _compare(T, H, dim, batch, dtype, row, paths, samples, budget) -> Iterator[dict[str, Any]]:
-    x = oracle.make(row, T=T, B=batch, H=H, Dk=dim, Dv=dim).with_state()
+    x = reference64.make(row, T=T, B=batch, H=H, Dk=dim, Dv=dim).with_state()
     kind = getattr(mx, dtype)
     q, k, v, beta = (mx.array(a).astype(kind) for a in (x.q, x.k, x.v, x.beta))
     g, state = mx.array(x.g), mx.array(x.state)
@@ -62,11 +72,7 @@ def _compare(T, H, dim, batch, dtype, row, paths, samples, budget) -> Iterator[d
             "T": T,
             "D": dim,
             "dtype": dtype,
-            "ms": timing.median * 1e3,
-            "spread": timing.spread,
-            "steady": timing.steady,
-            "samples": timing.samples,
-            "calls": timing.calls,
+            **timing.columns(),
             "us_per_token": timing.median * 1e6 / (T * batch),
             "error": _error(o, truth),
         }
@@ -84,8 +90,6 @@ def _chain(call: Callable, state: mx.array) -> Callable[[int], None]:
 
 def _mlx_lm(q, k, v, g, beta, dim) -> Callable:
     """mlx-lm's op on the same gate: its loop, or its kernel where it has one."""
-    from mlx_lm.models import gated_delta
-
     scaled = q * dim**-0.5
     decay = mx.exp(g)
     mx.eval(scaled, decay)
@@ -95,11 +99,11 @@ def _mlx_lm(q, k, v, g, beta, dim) -> Callable:
 
 
 def _truth(q, k, v, g, beta, state) -> np.ndarray:
-    heads, tokens = slice(0, _ORACLE_HEADS), slice(0, _ORACLE_TOKENS)
+    heads, tokens = slice(0, _REFERENCE_HEADS), slice(0, _REFERENCE_TOKENS)
     cut = [np.array(a[:, tokens, heads].astype(mx.float32)) for a in (q, k, v, g, beta)]
-    return oracle.recurrence(*cut, state=state[:, heads])[0]
+    return reference64.recurrence(*cut, state=state[:, heads])[0]
 
 
 def _error(o: mx.array, truth: np.ndarray) -> float:
     T, H = truth.shape[1:3]
-    return oracle.error(np.array(o[:, :T, :H].astype(mx.float32)), truth)
+    return reference64.error(np.array(o[:, :T, :H].astype(mx.float32)), truth)

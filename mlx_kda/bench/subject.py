@@ -1,14 +1,79 @@
-"""What a benchmark of whole models runs: the model of a folder, or random ones of a shape."""
+"""The model that a benchmark runs: that of a folder, or a random one of a released shape."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx_lm.utils
+from mlx_lm.models import kimi_linear as mlx_lm_kimi
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from ..errors import UserError
-from .shapes import SHAPES, config, random_model, stock_model
+from ..layers import MoE
+from ..layers.blas_layout import lay_out
+from ..models import load_model
+from ..models.hybrid import Model
+from ..models.kimi_linear import ModelArgs
+
+SHAPES = {
+    "48b": {
+        "model_type": "kimi_linear",
+        "vocab_size": 163840,
+        "hidden_size": 2304,
+        "num_hidden_layers": 27,
+        "intermediate_size": 9216,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": 72,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "kv_lora_rank": 512,
+        "mla_use_nope": True,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-5,
+        "model_max_length": 1048576,
+        "num_experts": 256,
+        "num_experts_per_token": 8,
+        "num_shared_experts": 1,
+        "moe_intermediate_size": 1024,
+        "moe_router_activation_func": "sigmoid",
+        "moe_renormalize": True,
+        "routed_scaling_factor": 2.446,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "use_grouped_topk": True,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "linear_attn_config": {"num_heads": 32, "head_dim": 128, "short_conv_kernel_size": 4},
+    }
+}
+
+
+def config(shape: str, layers: int | None = None, **changes: Any) -> dict[str, Any]:
+    """config.json of a shape, with other values if given.
+
+    Args:
+        shape: a key of `SHAPES`.
+        layers: how many; the shape's own unless given. Every fourth is MLA, and the last of 27.
+        changes: other entries; those of ``linear_attn_config`` are merged.
+    """
+    made: dict[str, Any] = SHAPES[shape] | changes
+    layers = layers or made["num_hidden_layers"]
+    full = [i for i in range(1, layers + 1) if i % 4 == 0 or i == layers == 27]
+    made["num_hidden_layers"] = layers
+    made["linear_attn_config"] = (
+        SHAPES[shape]["linear_attn_config"]
+        | changes.get("linear_attn_config", {})
+        | {
+            "kda_layers": [i for i in range(1, layers + 1) if i not in full],
+            "full_attn_layers": full,
+        }
+    )
+    return made
 
 
 @dataclass(frozen=True)
@@ -17,8 +82,9 @@ class Subject:
 
     Args:
         folder: a checkpoint's folder; without one a ``shape``, a key of `SHAPES`, with random
-            weights, its first ``layers``, a ``vocab`` of its own, ``q_bits`` and ``dtype`` (see
-            `random_model`).
+            weights: its first ``layers``, with a ``vocab`` of another size, quantised to
+            ``q_bits`` in groups of 64 by mlx-lm's rule, in ``dtype`` (bfloat16 unless given; gate
+            parameters and the router of ours stay float32).
         runner: what computes our KDA layers.
         device: "cpu" or "gpu"; MLX's own choice unless given.
     """
@@ -28,74 +94,124 @@ class Subject:
     layers: int | None = None
     vocab: int | None = None
     q_bits: int | None = None
-    dtype: str | None = None  # bfloat16
+    dtype: str | None = None
     runner: str = "auto"
     device: str | None = None
 
     def prepare(self, stock: bool = False) -> None:
-        """Make the device MLX's default, and refuse what cannot be run, by mlx-lm too if ``stock``.
+        """Make the device MLX's default, and check what is asked for.
+
+        Args:
+            stock: also check what mlx-lm's class cannot run.
 
         Raises:
-            UserError: neither folder nor shape, or both; what belongs to a shape beside a folder;
-                no GPU; layers or a dtype that the shape or mlx-lm's class does not have.
+            UserError: neither folder nor shape, or both; an option of a shape beside a folder; no
+                GPU; layers or a dtype that the shape or mlx-lm's class does not have.
         """
         if (self.folder is None) == (self.shape is None):
-            raise UserError("name a model's folder or a --shape, one of the two")
+            raise UserError("give either a model's folder or a --shape")
         if self.device == "gpu" and not mx.is_available(mx.gpu):
             raise UserError("MLX has no GPU on this machine: leave --device gpu out")
         if self.device is not None:
             mx.set_default_device(mx.gpu if self.device == "gpu" else mx.cpu)
         if self.shape is not None:
-            self._check_shape(stock)
+            self._check_shape(self.shape, stock)
             return
         of_shape = {"layers": self.layers, "vocab": self.vocab, "q-bits": self.q_bits}
         for name, value in (of_shape | {"dtype": self.dtype}).items():
             if value is not None:
-                raise UserError(f"--{name} belongs to --shape: a folder's model is run as it is")
+                raise UserError(f"--{name} belongs to --shape: a folder's model runs as it is")
 
-    def _check_shape(self, stock: bool) -> None:
-        most = SHAPES[self.shape]["num_hidden_layers"]
+    def _check_shape(self, shape: str, stock: bool) -> None:
+        most = SHAPES[shape]["num_hidden_layers"]
         if self.layers is not None and self.layers > most:
-            raise UserError(f"--layers {self.layers}: {self.shape} has {most}")
+            raise UserError(f"--layers {self.layers}: {shape} has {most}")
         if not stock:
             return
-        if not config(self.shape, self.layers)["linear_attn_config"]["full_attn_layers"]:
+        if not self._config()["linear_attn_config"]["full_attn_layers"]:
             raise UserError("mlx-lm's class needs an MLA layer, the 4th: give --layers 4 or more")
-        if self._drawn()["dtype"] != mx.float32 and not self.q_bits:
+        if self._dtype != mx.float32 and not self.q_bits:
             _refuse_on_cpu()
 
     def ours(self) -> nn.Module:
         """This package's model; UserError for a folder that does not load."""
-        from ..models import load_model
-
         if self.shape is None:
+            assert self.folder is not None
             return load_model(self.folder, self.runner)
-        return random_model(self.shape, **self._drawn(), runner=self.runner)
+        model = Model(ModelArgs.from_dict(self._config()))
+        model.runner = self.runner
+        pack(model, self._dtype, self.q_bits)
+        as_loaded(model)
+        _draw(model)
+        lay_out(model)
+        model.merge()
+        return model.eval()
 
     def stock(self) -> nn.Module:
         """mlx-lm's model of the same folder, or of the same shape with weights of its own."""
-        from mlx_lm.utils import load_model
-
         if self.shape is not None:
-            return stock_model(self.shape, **self._drawn())
-        model = load_model(Path(self.folder))[0]
+            drawn: nn.Module = mlx_lm_kimi.Model(mlx_lm_kimi.ModelArgs.from_dict(self._config()))
+            pack(drawn, self._dtype, self.q_bits)
+            _draw(drawn)
+            return drawn.eval()
+        assert self.folder is not None
+        model = mlx_lm.utils.load_model(Path(self.folder))[0]
         experts = [m for m in model.modules() if isinstance(m, SwitchLinear)]
         if any(m.weight.dtype in (mx.float16, mx.bfloat16) for m in experts):
             _refuse_on_cpu()
         return model
 
-    def _drawn(self) -> dict:
-        return {
-            "layers": self.layers,
-            "vocab": self.vocab,
-            "dtype": getattr(mx, self.dtype or "bfloat16"),
-            "q_bits": self.q_bits,
-        }
+    def _config(self) -> dict[str, Any]:
+        assert self.shape is not None
+        vocab = {} if self.vocab is None else {"vocab_size": self.vocab}
+        return config(self.shape, self.layers, **vocab)
+
+    @property
+    def _dtype(self) -> mx.Dtype:
+        return getattr(mx, self.dtype or "bfloat16")
 
 
 def _refuse_on_cpu() -> None:
     if mx.default_device() == mx.cpu:
         raise UserError(
-            "mlx-lm's class cannot run 16-bit experts on a CPU: a float32 model (--dtype float32), "
-            "or --candidates ours"
+            "mlx-lm's class cannot run 16-bit experts on a CPU: use a float32 model "
+            "(--dtype float32), or --candidates ours"
         )
+
+
+def pack(model: nn.Module, dtype: mx.Dtype, q_bits: int | None) -> None:
+    """Give every weight a dtype, and quantise by mlx-lm's rule if asked."""
+    model.set_dtype(dtype)
+    if q_bits:
+        nn.quantize(model, 64, q_bits, class_predicate=_quantizable(model))
+
+
+def as_loaded(model: nn.Module) -> None:
+    """Make router and gate parameters float32, as the loader does."""
+    for layer in model.layers:
+        if layer.is_linear:
+            attn = layer.self_attn
+            attn.A_log, attn.dt_bias = (w.astype(mx.float32) for w in (attn.A_log, attn.dt_bias))
+        if isinstance(layer.mlp, MoE):
+            bias = layer.mlp.e_score_correction_bias
+            layer.mlp.e_score_correction_bias = bias.astype(mx.float32)
+            layer.mlp.gate.apply(
+                lambda w: w.astype(mx.float32) if mx.issubdtype(w.dtype, mx.floating) else w
+            )
+
+
+def _quantizable(model: nn.Module) -> Callable[[str, nn.Module], bool | dict]:
+    """The model's own rule of what is quantised, for layers that can be."""
+    rule = model.quant_predicate
+
+    def allowed(path: str, module: nn.Module) -> bool | dict:
+        return hasattr(module, "to_quantized") and rule(path, module)
+
+    return allowed
+
+
+def _draw(model: nn.Module) -> None:
+    """Evaluate the random weights a layer at a time, for a peak of one layer."""
+    for layer in model.layers:
+        mx.eval(layer.parameters())
+    mx.eval(model.parameters())

@@ -4,23 +4,35 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-# Beyond this share of the median, a run says that it is noisy.
+# A run whose spread is a larger share of the median is reported as noisy.
 STEADY = 0.05
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call: median over the samples, and the spread between their quartiles."""
+    """Seconds of one call: the median of the samples, and the spread between their quartiles."""
 
     median: float
     spread: float  # (upper quartile - lower quartile) / median
     samples: int
-    calls: int  # chained calls in one sample
+    calls: int = 1  # chained calls in one sample
 
-    @property
-    def steady(self) -> bool:
-        return self.spread <= STEADY
+    @classmethod
+    def of(cls, seconds: list[float], calls: int = 1) -> "Timing":
+        """The timing of samples, each of them the seconds of one call."""
+        return cls(statistics.median(seconds), spread(seconds), len(seconds), calls)
+
+    def columns(self) -> dict[str, Any]:
+        """Its columns in a row of results: ms, spread, steady, samples, calls."""
+        return {
+            "ms": self.median * 1e3,
+            "spread": self.spread,
+            "steady": self.spread <= STEADY,
+            "samples": self.samples,
+            "calls": self.calls,
+        }
 
 
 def interleave(
@@ -35,10 +47,10 @@ def interleave(
 
     Args:
         candidates: name -> function(calls) that makes that many chained calls and waits for them.
-        samples: turns each.
-        calls: chained calls a sample; fewer where the slowest candidate would take longer than
-            its share of the budget, and the result says how many.
-        budget: seconds that one candidate may take in all, but for three samples.
+        samples: turns of each.
+        calls: chained calls per sample; fewer where the slowest candidate would exceed its share
+            of the budget, and the result says how many.
+        budget: seconds that one candidate may take in all; three samples are always taken.
         warm: they have been called before.
 
     Returns:
@@ -52,8 +64,7 @@ def interleave(
         run(1)
         once[name] = time.perf_counter() - start
     slowest = max(once.values())
-    affordable = max(1, int(budget / samples / slowest))
-    calls = min(calls, affordable)
+    calls = min(calls, max(1, int(budget / samples / slowest)))
     if calls == 1 and slowest * samples > budget:
         samples = max(3, int(budget / slowest))
     taken: dict[str, list[float]] = {name: [] for name in candidates}
@@ -62,14 +73,10 @@ def interleave(
             start = time.perf_counter()
             run(calls)
             taken[name].append((time.perf_counter() - start) / calls)
-    return {name: _timing(seconds, calls) for name, seconds in taken.items()}
+    return {name: Timing.of(seconds, calls) for name, seconds in taken.items()}
 
 
-def spread(seconds: list[float]) -> float:
-    """Between the quartiles, over the median."""
-    low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
+def spread(samples: list[float]) -> float:
+    """The distance between the quartiles, over the median."""
+    low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
     return (high - low) / median
-
-
-def _timing(seconds: list[float], calls: int) -> Timing:
-    return Timing(statistics.median(seconds), spread(seconds), len(seconds), calls)

@@ -1,194 +1,337 @@
-"""Measure this package against its peers on this machine, and say how steady the numbers are."""
+"""Measure this package against mlx-lm on this machine, and say how steady the numbers are."""
 
 import argparse
 import os
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ..errors import UserError
 from ..files import write_text
 from . import loading, options
-from .benchmarks import BENCHMARKS, LONGEST, Benchmark, Promise
 from .output import note
 from .signals import exit_on_signals
 
-SUMMARY = "measure against peers on this machine"
-BROKEN = 1  # exit status where a promise was not kept
+if TYPE_CHECKING:
+    from ..bench.results import Benchmark, Row, Rows
+    from ..bench.subject import Subject
+
+SUMMARY = "measure against mlx-lm on this machine"
 EXAMPLE = (
     "mlx-kda bench op --tokens 1,512,2048 --heads 32\n"
     "  mlx-kda bench model kimi-4bit --contexts 1024,8192\n"
-    "  mlx-kda bench all --report report.md        # the page to send in from a Mac\n"
-    "  mlx-kda bench constant examples/tiny-fla-kda --text book.txt --report constant.md\n"
-    "  mlx-kda bench plot results/op.json op"
+    "  mlx-kda bench op --out results --plot\n"
+    "  mlx-kda bench all --report report.md        # the page to send in from a Mac"
 )
+NOT_KEPT = 1  # exit status where a bound was exceeded
+LONGEST, MOST = 86_400, 10**9  # seconds, and anything that is counted
+DTYPES = ("float32", "float16", "bfloat16")
+INPUTS = ("random", "repeated", "collinear", "deep", "mixed")  # of mlx_kda.ops.reference64
+PLOTTED = ("op", "model")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", metavar="WHAT", required=True)
-    for benchmark in BENCHMARKS.values():
-        kind = kinds.add_parser(benchmark.name, help=benchmark.what, description=benchmark.what)
-        benchmark.add_arguments(kind)
-        kind.add_argument(
-            "--out",
-            metavar="DIR",
-            help=f"write {benchmark.name}.json and .csv (and .partial.json until all is there)",
-        )
-        if isinstance(benchmark, Promise):
-            kind.add_argument("--report", metavar="FILE", help="Markdown page to write")
 
-    everything = kinds.add_parser(
-        "all",
-        help="most of the others, as one page",
-        description="op, model, buffers (on a GPU), profile, convert, launches and counters on "
-        "this machine, as one Markdown page",
-    )
+    def kind(name: str, what: str) -> argparse.ArgumentParser:
+        return kinds.add_parser(name, help=what, description=what)
+
+    op = kind("op", "the op's paths against mlx-lm's, with the error beside the time")
+    timed(op)
+    numbers(op, "--tokens", [1, 64, 512, 2048], "tokens")
+    numbers(op, "--heads", [4, 32], "heads")
+    count(op, "--dim", 128, "Dk and Dv")
+    count(op, "--batch", 1, "sequences side by side")
+    choice(op, "--dtype", DTYPES, "float32", "of the activations")
+    choice(op, "--row", INPUTS, "random", "kind of inputs")
+    op.add_argument("--paths", default="auto", help="ours to run (default: auto)")
+
+    model = kind("model", "prefill and decode of a model against mlx-lm's class")
+    add_subject(model)
+    timed(model)
+    numbers(model, "--contexts", [1024, 8192], "tokens in the context")
+    choice(model, "--candidates", ("both", "ours", "mlx-lm"), "both", "whose model to run")
+
+    buffers = kind("buffers", "prefill and decode with MLX's command buffers of several lengths")
+    add_subject(buffers)
+    timed(buffers)
+    count(buffers, "--context", 1024, "tokens in the context")
+    count(buffers, "--rounds", 3, "processes of each setting")
+    for parser in (op, model, buffers):
+        add_output(parser, plot=parser is not buffers)
+
+    everything = kind("all", "op, model and, on a GPU, buffers, as one Markdown page")
     everything.add_argument("--report", metavar="FILE", required=True, help="page to write")
     everything.add_argument(
         "--model",
         metavar="MODEL",
         help="folder of a checkpoint (default: the small one, converted)",
     )
-    everything.add_argument(
-        "--source",
-        metavar="SRC",
-        help="folder of the checkpoint to convert (default: the small one)",
-    )
-    everything.add_argument(
-        "--budget",
-        type=options.number(float, 0.1, LONGEST),
-        default=10.0,
-        metavar="S",
-        help="seconds a candidate and size may take, but for three samples (default: 10)",
-    )
-    everything.add_argument(
-        "--tokens",
-        type=options.numbers,
-        default=[1, 64, 512, 2048],
-        metavar="T,T",
-        help="tokens of op (default: 1,64,512,2048)",
-    )
-    everything.add_argument(
-        "--recorded",
-        metavar="FILE",
-        action="append",
-        default=[],
-        help="JSON of bench cuda, model or profile from another machine, to add; may be repeated",
-    )
-
-    plot = kinds.add_parser("plot", help="draw saved results to SVG and PNG")
-    plot.add_argument("results", metavar="FILE", help="JSON that --out wrote")
-    plot.add_argument("picture", metavar="OUT", help="path without a suffix")
+    numbers(everything, "--tokens", [1, 64, 512, 2048], "tokens of op")
+    seconds(everything, 10.0)
 
 
 def run(args: argparse.Namespace) -> int:
-    with exit_on_signals():  # SIGTERM too: temporary folders go
+    with exit_on_signals():  # SIGTERM too: temporary folders are removed
         return _run(args)
 
 
 def _run(args: argparse.Namespace) -> int:
-    from ..bench import results
+    if args.kind == "op":
+        return _op(args)
+    if args.kind == "model":
+        subject = subject_of(args)
+        from ..bench import model
 
-    if args.kind == "plot":
-        saved = results.load(Path(args.results))
+        names = model.CANDIDATES if args.candidates == "both" else (args.candidates,)
+        options = {"contexts": args.contexts, "samples": args.samples, "budget": args.budget}
+        return measure(model.BENCHMARK, model.of(subject, names, **options), args)
+    if args.kind == "buffers":
+        subject_of(args).prepare()
+        from ..bench import buffers
 
-        from ..bench.plot import draw
+        given = {name: getattr(args, name) for name in (*_SUBJECT, "samples", "budget")}
+        options = [f"--{n.replace('_', '-')}={v}" for n, v in given.items() if v is not None]
+        folder = [] if args.model is None else [args.model]
+        arguments = [*folder, *options, f"--contexts={args.context}"]
+        return measure(buffers.BENCHMARK, buffers.run(arguments, args.rounds), args)
+    return _all(args)
 
-        for path in draw(saved, Path(args.picture)):
-            note(f"wrote {path}")
-        return 0
-    command = _command(args)
-    if args.kind == "all":
-        loading.check_writable(args.report, "--report")
-        if args.model is not None:
-            loading.check_model(args.model)
-        if args.source is not None:
-            loading.check_folder(args.source)
 
-        from .benchmarks import page
+def _op(args: argparse.Namespace) -> int:
+    from ..attention import PATHS
+    from ..bench import op
 
-        page.write(Path(args.report), command, args, run_one)
-        note(f"wrote {args.report}")
-        return 0
+    paths = args.paths.split(",")
+    unknown = [path for path in paths if path not in PATHS]
+    if unknown:
+        raise UserError(f"--paths takes {', '.join(PATHS)}, got {unknown[0]!r}")
+    names = ("dim", "batch", "dtype", "row", "samples", "budget")
+    options = {name: getattr(args, name) for name in names}
+    return measure(op.BENCHMARK, op.run(args.tokens, args.heads, paths=paths, **options), args)
 
-    benchmark = BENCHMARKS[args.kind]
-    report = getattr(args, "report", None)
+
+def _all(args: argparse.Namespace) -> int:
+    loading.check_writable(args.report, "--report")
+    if args.model is not None:
+        loading.check_model(args.model)
+    from ..bench import machine, page
+
+    about = machine.describe(command())
+    with tempfile.TemporaryDirectory(prefix="mlx-kda-bench-") as scratch:
+        folder = args.model or page.small_model(Path(scratch))
+        sections = page.measured(collect, folder, args.tokens, args.budget, about)
+        page.write(Path(args.report), about, (section for _, section in sections), note)
+    note(f"wrote {args.report}")
+    return 0
+
+
+def measure(
+    benchmark: "Benchmark",
+    rows: "Rows",
+    args: argparse.Namespace,
+    *,
+    page: "Callable[[dict[str, Any], list[Row]], str] | None" = None,
+    broken: "Callable[[list[Row]], list[str]]" = lambda rows: [],
+) -> int:
+    """Measure, print the table, and write what the options ask for.
+
+    Args:
+        benchmark, rows: what is measured.
+        args: with ``out``, and with ``plot`` and ``report`` where there are these options.
+        page: (machine, rows) -> the Markdown page for --report.
+        broken: rows -> a line for every bound that was exceeded.
+
+    Returns:
+        The exit status: `NOT_KEPT` where a bound was exceeded.
+    """
+    from ..bench import machine, results
+
+    report, plot = getattr(args, "report", None), getattr(args, "plot", False)
     loading.check_writable(report, "--report")
+    if plot and not args.out:
+        raise UserError("--plot draws beside the results: give --out DIR too")
+    told = command(getattr(args, "scratch", None))
 
     @cache
     def about() -> dict[str, Any]:
-        from ..bench import machine  # MLX, which a mistake in the arguments need not wait for
+        return machine.describe(told)
 
-        return machine.describe(command)
-
-    saving = results.Saving(Path(args.out), args.kind, about) if args.out else None
+    saving = results.Saving(Path(args.out), benchmark.name, about) if args.out else None
     try:
-        rows = run_one(benchmark, args, saving.add if saving else None)
+        found = collect(benchmark, rows, saving.add if saving else None)
     except BaseException:
         if saving:
             saving.close()
             if saving.path.is_file():
-                note(f"rows until then: {saving.path}")
+                note(f"rows so far: {saving.path}")
         raise
-    written = saving.finish() if saving else ()  # before anything is printed: a pipe may be closed
-    if report:
-        write_text(Path(report), benchmark.page(about(), rows))
-        written = (*written, Path(report))
-    print(results.markdown(rows, benchmark.columns))
+    # Files first: a closed pipe ends the printing.
+    written = list(saving.finish()) if saving else []
+    if page is not None and report:
+        write_text(Path(report), page(about(), found))
+        written.append(Path(report))
+    if plot:
+        written += results.plot(written[0])
+    print(results.markdown(found, benchmark.columns))
     if benchmark.note:
         note(benchmark.note)
     for path in written:
         note(f"wrote {path}")
-    broken = benchmark.broken(rows) if isinstance(benchmark, Promise) else []
-    for line in broken:
+    exceeded = broken(found)
+    for line in exceeded:
         note(f"not kept: {line}")
-    return BROKEN if broken else 0
+    return NOT_KEPT if exceeded else 0
 
 
-# What the environment may tell MLX that changes times or results.
+def collect(
+    benchmark: "Benchmark", rows: "Rows", keep: "Callable[[Row], None] | None" = None
+) -> "list[Row]":
+    """All rows, each printed on standard error and passed to ``keep`` as it comes."""
+    from ..bench import results
+
+    found = []
+    for row in rows:
+        note("  ".join(results.show(row.get(key)) for key in benchmark.columns).rstrip())
+        found.append(row)
+        if keep is not None:
+            keep(row)
+    if noise := results.noise(found):
+        note(f"{noise}: this machine was busy, run again before quoting them")
+    return found
+
+
+def count(
+    parser: argparse.ArgumentParser, option: str, default: int, what: str, low: int = 1
+) -> None:
+    """Add an option that takes a whole number."""
+    parser.add_argument(
+        option,
+        type=options.number(int, low, MOST),
+        default=default,
+        metavar="N",
+        help=f"{what} (default: {default})",
+    )
+
+
+def numbers(parser: argparse.ArgumentParser, option: str, default: list[int], what: str) -> None:
+    """Add an option that takes whole numbers, as in 1,512,2048."""
+    parser.add_argument(
+        option,
+        type=options.numbers,
+        default=default,
+        metavar="N,N",
+        help=f"{what} (default: {','.join(map(str, default))})",
+    )
+
+
+def choice(
+    parser: argparse.ArgumentParser, option: str, choices: tuple[str, ...], default: str, what: str
+) -> None:
+    """Add an option that takes one of some words."""
+    parser.add_argument(
+        option, choices=choices, default=default, help=f"{what} (default: {default})"
+    )
+
+
+def seconds(parser: argparse.ArgumentParser, default: float) -> None:
+    """Add --budget."""
+    parser.add_argument(
+        "--budget",
+        type=options.number(float, 0.1, LONGEST),
+        default=default,
+        metavar="S",
+        help="seconds that a candidate and size may take; three samples are always taken "
+        f"(default: {default:g})",
+    )
+
+
+def timed(parser: argparse.ArgumentParser) -> None:
+    """Add the options of what is timed."""
+    count(parser, "--samples", 7, "samples of a candidate and size", low=3)
+    seconds(parser, 20.0)
+
+
+def add_output(parser: argparse.ArgumentParser, plot: bool = False, report: bool = False) -> None:
+    """Add the options of what is written."""
+    parser.add_argument(
+        "--out", metavar="DIR", help="write the rows there as JSON and CSV, while they come"
+    )
+    if plot:
+        parser.add_argument(
+            "--plot",
+            action="store_true",
+            help="draw them there as SVG and PNG (needs mlx-kda[plot])",
+        )
+    if report:
+        parser.add_argument("--report", metavar="FILE", help="Markdown page to write")
+
+
+_SUBJECT = ("shape", "layers", "vocab", "q_bits", "dtype", "runner", "device")
+
+
+def add_subject(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name a model, and what runs it."""
+    number = options.number(int, 1, MOST)
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", help="folder of a checkpoint, or else --shape"
+    )
+    parser.add_argument("--shape", choices=("48b",), help="a random model of this shape instead")
+    parser.add_argument("--layers", type=number, metavar="N", help="its first N")
+    parser.add_argument("--vocab", type=number, metavar="N", help="its vocabulary")
+    parser.add_argument(
+        "--q-bits",
+        type=int,
+        choices=(4, 8),
+        metavar="N",
+        help="bits of its weights (default: not quantised)",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="of its activations (default: bfloat16)")
+    parser.add_argument("--runner", default="auto", help="of the KDA layers (default: auto)")
+    parser.add_argument(
+        "--device", choices=("cpu", "gpu"), help="what MLX computes on (default: MLX's own choice)"
+    )
+
+
+def subject_of(args: argparse.Namespace) -> "Subject":
+    """The model that the options of `add_subject` name."""
+    if args.model is not None and args.shape is None:
+        loading.check_model(args.model)
+    from ..bench.subject import Subject
+
+    return Subject(args.model, **{name: getattr(args, name) for name in _SUBJECT})
+
+
+# Environment variables of MLX that change times or results.
 _SETTINGS = (
     *("MLX_ENABLE_TF32", "MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER", "MLX_BFS_MAX_WIDTH"),
     *("MLX_DISABLE_COMPILE", "MLX_METAL_FAST_SYNCH", "MLX_USE_CUDA_GRAPHS"),
 )
 
 
-def _command(args: argparse.Namespace) -> str:
-    """The command as it can be repeated, with what the user told MLX by the environment.
+def command(scratch: str | None = None) -> str:
+    """The command line that runs this again, with MLX's settings in the environment.
 
-    Of an absolute path only the name: pages are published, and where files lie here says nothing to
-    others.
+    Results are published: of an absolute path only the name is shown, and ``scratch``, the name of
+    a folder for temporary files, is shown as FOLDER.
     """
     from .main import MLX_SETTINGS
 
-    scratch = getattr(args, "folder", None)
     told = ["FOLDER" if a == scratch else _name(a) for a in sys.argv[1:]]
+    script = Path(sys.argv[0])
+    program = ["python", f"benchmarks/{script.name}"] if script.parent.name == "benchmarks" else []
     settings = [
         f"{name}={shlex.quote(os.environ[name])}"
         for name in _SETTINGS
         if name in os.environ and os.environ[name] != MLX_SETTINGS.get(name)
     ]
-    return " ".join([*settings, shlex.join(["mlx-kda", *told])])
+    return " ".join([*settings, shlex.join([*(program or ["mlx-kda"]), *told])])
 
 
 def _name(argument: str) -> str:
     option, equals, value = argument.rpartition("=") if argument[:2] == "--" else ("", "", argument)
     return option + equals + (Path(value).name if value[:1] == "/" else value)
-
-
-def run_one(
-    benchmark: Benchmark, args: argparse.Namespace, keep: Callable | None = None
-) -> list[dict[str, Any]]:
-    """The rows of one kind, each told on standard error and to ``keep`` as it comes."""
-    from ..bench import results
-
-    rows = []
-    for row in benchmark.rows(args):
-        note("  ".join(results.show(row.get(key)) for key in benchmark.columns).rstrip())
-        rows.append(row)
-        if keep is not None:
-            keep(row)
-    if noise := results.noise(rows):
-        note(f"{noise}: this machine was busy, run again before quoting them")
-    return rows

@@ -1,23 +1,23 @@
-"""`bench cuda` without a GPU: its kernels in the emulator, its bookkeeping, its tables."""
+"""benchmarks/cuda_peers.py without a GPU: kernels in the emulator, bookkeeping, tables."""
 
-import numpy as np
+import common
+import cuda_mlx
+import cuda_peers
 import pytest
 
-from mlx_kda.bench import cuda, cuda_mlx, cuda_tables
-from mlx_kda.cli.main import main
-from mlx_kda.ops import reference64 as oracle
+from mlx_kda.ops import reference64
 
 
 @pytest.fixture
 def emulated(monkeypatch):
     monkeypatch.setattr(cuda_mlx, "RUNNER", "emulator-fast")
     monkeypatch.setattr(cuda_mlx, "check", lambda: None)
-    monkeypatch.setattr(cuda, "D", 32)
-    monkeypatch.setattr(cuda, "SAMPLE_SECONDS", 1e-4)
+    monkeypatch.setattr(cuda_peers, "D", 32)
+    monkeypatch.setattr(cuda_peers, "SAMPLE_SECONDS", 1e-4)
 
 
 def test_every_mlx_candidate_is_right_on_what_it_was_given(emulated):
-    rows = list(cuda.run([1, 19], [2], rows=("random", "repeated"), frameworks=["mlx"]))
+    rows = list(cuda_peers.rows([1, 19], [2], kinds=("random", "repeated"), frameworks=["mlx"]))
     assert not [r for r in rows if "failed" in r]
     assert {r["candidate"] for r in rows} == {
         "ours, operations",
@@ -34,27 +34,27 @@ def test_every_mlx_candidate_is_right_on_what_it_was_given(emulated):
 
 
 def candidate(name, call):
-    x = cuda.inputs("bounded", 4)
-    truth = oracle.recurrence(*x.arrays())
-    return cuda.Candidate(name, "float32", x, call, lambda _: None, lambda r: (r, truth[1]))
+    x = cuda_peers.inputs("bounded", 4)
+    truth = reference64.recurrence(*x.arrays())
+    return cuda_peers.Candidate(name, "float32", x, call, lambda _: None, lambda r: (r, truth[1]))
 
 
-def test_a_wrong_result_and_a_refusal_are_told():
-    x = cuda.inputs("bounded", 4)
+def test_a_wrong_result_and_a_failure_are_reported():
+    x = cuda_peers.inputs("bounded", 4)
     assert -5 < x.g.min() < -4 and x.g.max() > -1
-    o, _ = oracle.recurrence(*x.arrays())
+    o, _ = reference64.recurrence(*x.arrays())
 
     def refuse():
         raise RuntimeError("not on\n this GPU")
 
-    good, wrong, refused = cuda._compare(
+    good, wrong, refused = cuda_peers._compare(
         [candidate("a", lambda: o), candidate("b", lambda: 2 * o), candidate("c", refuse)], True
     )
     assert good["error"] == 0 and wrong["error"] == pytest.approx(1)
     assert refused == {"candidate": "c", "dtype": "float32", "failed": "not on this GPU"}
 
 
-def test_tables_have_times_ratios_errors_and_refusals():
+def test_tables_have_times_ratios_errors_and_failures():
     base = {"row": "random", "H": 32, "dtype": "bfloat16", "spread": 0.01}
     rows = [
         {**base, "T": 512, "candidate": "ours, kda_chunk exact", "ms": 2.0},
@@ -65,7 +65,7 @@ def test_tables_have_times_ratios_errors_and_refusals():
         {**base, "T": 512, "candidate": "mlx-lm, vector kernel", "ms": 9.0, "spread": 0.4},
         {**base, "T": 2048, "candidate": "FlashKDA", "failed": "wrong PyTorch"},
     ]  # fmt: skip
-    text = cuda_tables.markdown(rows)
+    text = cuda_peers.tables(rows)
     assert "| ours, kda_chunk exact | bfloat16 | 2 | 4 |" in text
     assert "| ours, kda_chunk exact | mlx-lm, vector kernel | bfloat16 | ~4.5 | 3 |" in text
     assert "| mlx-lm, vector kernel | bfloat16 | ~9 | 12 |" in text
@@ -82,11 +82,6 @@ def test_tables_have_times_ratios_errors_and_refusals():
     ],
 )
 def test_mistakes_end_with_one_line(flags, word, capsys):
-    assert main(["bench", "cuda", *flags]) == 2
+    assert common.run(None, cuda_peers.add_arguments, cuda_peers.main, flags) == 2
     error = capsys.readouterr().err
     assert word in error and "Traceback" not in error and error.count("\n") == 1
-
-
-def test_inputs_are_the_same_every_time():
-    a, b = (cuda.inputs("random", 8) for _ in range(2))
-    assert all(np.array_equal(x, y) for x, y in zip(a.arrays(), b.arrays(), strict=True))

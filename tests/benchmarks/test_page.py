@@ -1,108 +1,113 @@
-"""The page of `bench all`, and what it takes from other machines."""
+"""The pages of `mlx-kda bench all` and of benchmarks/page.py."""
 
-import json
-
+import common
+import conversion
+import counters
+import launches
+import page
+import profile_model
 import pytest
 from helpers.tiny import tiny_config, tiny_model, tiny_weights, write_model
 
-from mlx_kda.bench import profile, results
-from mlx_kda.cli.benchmarks import BENCHMARKS, page
+from mlx_kda.bench import results
+from mlx_kda.cli import measure
 from mlx_kda.cli.main import main
-from mlx_kda.cli.measure import run_one
 from mlx_kda.errors import UserError
 
 ABOUT = {"chip": "H200", "device": "CUDA GPU", "cores": 16, "system": "Linux", "packages": {}}
 ABOUT |= {"date": "today", "command": "mlx-kda bench something"}
 
 
+def script(*argv):
+    return common.run(None, page.add_arguments, page.main, argv)
+
+
+def package(*argv):
+    return main(["bench", "all", *argv])
+
+
+BOTH = pytest.mark.parametrize("write", [package, script])
+
+
 @pytest.fixture(scope="module")
-def profile_rows():
-    return list(profile.run({"": tiny_model()}, tokens=20, decode=2, samples=3, budget=1))
+def profiled():
+    found = profile_model.profile({"": tiny_model()}, tokens=20, decode=2, samples=3, budget=1)
+    return list(found)
 
 
-def rows_of(name, profile_rows):
-    return profile_rows if name == "profile" else [{"candidate": "ours", "spread": 0.2}]
-
-
-def test_a_page_asks_every_benchmark_as_its_command_would(monkeypatch, tmp_path, profile_rows):
-    """An option added to a kind and not to the page used to end it, after minutes."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
     config = tiny_config()
-    folder = write_model(tmp_path / "m", config, tiny_weights(config))
-    asked = []
+    return str(write_model(tmp_path_factory.mktemp("m") / "m", config, tiny_weights(config)))
 
-    def measured(benchmark, options):
-        benchmark.rows(options)  # made, not run
+
+@pytest.fixture
+def collected(monkeypatch, profiled):
+    """Nothing is measured: names of the benchmarks that were asked for, which get a row each."""
+    asked, stop = [], []
+
+    def collect(benchmark, rows, keep=None):
+        if benchmark.name in stop:
+            raise KeyboardInterrupt
         asked.append(benchmark.name)
-        return rows_of(benchmark.name, profile_rows)
+        if benchmark.name == "profile":
+            return profiled
+        return [{"candidate": "ours", "kernel": "kda_chunk", "mode": "exact", "lower": 1.0,
+                 "upper": 2.0, "spread": 0.2}]  # fmt: skip
 
-    monkeypatch.setattr("mlx_kda.cli.measure.run_one", measured)
+    monkeypatch.setattr(measure, "collect", collect)
+    monkeypatch.setattr(page, "collect", collect)
+    return asked, stop
+
+
+@BOTH
+def test_a_page_has_a_section_for_each_benchmark(write, collected, tmp_path, folder):
     path = tmp_path / "page.md"
-    command = [
-        "bench",
-        "all",
-        "--report",
-        str(path),
-        "--model",
-        str(folder),
-        "--source",
-        str(folder),
-    ]
-    assert main(command) == 0
-    assert asked == ["op", "model", "profile", "convert", "launches", "counters"]
+    assert write("--report", str(path), "--model", folder) == 0
     text = path.read_text()
-    assert "## Where the time goes: m, CPU" in text  # of a path its name alone
-    assert str(tmp_path) not in text
+    wanted = ["op", "model"]
+    if write is script:
+        others = (profile_model, conversion, launches, counters)
+        wanted += [each.BENCHMARK.name for each in others]
+        assert "## Where the time goes: m, CPU" in text  # of a path only the name
+        assert "| M1 Max | kda_chunk exact |" in text
+    assert collected[0] == wanted
+    assert "## Prefill and decode of a model against mlx-lm's class\n\n| context |" in text
+    assert str(tmp_path) not in text and folder not in text
     assert "1 of 1 rows spread over more than 5 %" in text
 
-    gpu = page._plan(main_arguments(path), str(folder), "Metal GPU")
-    options = page._options(BENCHMARKS["buffers"], gpu["buffers"])
-    assert (options.context, options.rounds, options.samples) == (1024, 3, 3)
 
-
-def main_arguments(path):
-    from mlx_kda.cli.main import build_parser
-
-    return build_parser().parse_args(["bench", "all", "--report", str(path)])
-
-
-def test_a_page_that_is_stopped_leaves_what_there_is(monkeypatch, tmp_path, capsys, profile_rows):
-    config = tiny_config()
-    folder = write_model(tmp_path / "m", config, tiny_weights(config))
-
-    def measured(benchmark, options):
-        if benchmark.name == "profile":
-            raise KeyboardInterrupt
-        return rows_of(benchmark.name, profile_rows)
-
-    monkeypatch.setattr("mlx_kda.cli.measure.run_one", measured)
+@BOTH
+def test_an_interrupted_page_leaves_its_sections(write, collected, tmp_path, folder, capsys):
+    collected[1].append("model")
     path, partial = tmp_path / "page.md", tmp_path / "page.partial.md"
-    command = ["bench", "all", "--report", str(path), "--model", str(folder)]
-    assert main(command) == 130
-    assert f"what there is: {partial}" in capsys.readouterr().err and not path.exists()
+    assert write("--report", str(path), "--model", folder) == 130
+    assert f"measured so far: {partial}" in capsys.readouterr().err and not path.exists()
+    assert "## The op's paths" in partial.read_text()
     assert partial.read_text().endswith("The run was stopped before its end.\n")
 
 
 @pytest.mark.parametrize(
-    "argv, told",
+    "write, argv, told",
     [
-        (["--model", "nowhere"], "nowhere"),
-        (["--source", "nowhere"], "nowhere"),
-        (["--recorded", "nowhere.json"], "cannot read nowhere.json"),
+        (package, ["--model", "nowhere"], "nowhere"),
+        (script, ["--model", "nowhere"], "nowhere"),
+        (script, ["--source", "nowhere"], "nowhere"),
+        (script, ["--recorded", "nowhere.json"], "cannot read nowhere.json"),
     ],
 )
-def test_a_page_checks_its_arguments_before_it_measures(monkeypatch, capsys, tmp_path, argv, told):
-    monkeypatch.setattr("mlx_kda.cli.measure.run_one", lambda *_: pytest.fail("measured first"))
-    assert main(["bench", "all", "--report", str(tmp_path / "page.md"), *argv]) == 2
+def test_a_page_checks_its_arguments_first(write, argv, told, collected, tmp_path, capsys):
+    assert write("--report", str(tmp_path / "page.md"), *argv) == 2
     assert told in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir()) and not collected[0]
 
 
-def test_a_page_takes_what_other_machines_measured(tmp_path, profile_rows):
-    results.save(tmp_path, "profile", ABOUT, profile_rows)
-    model = {"candidate": "ours", "phase": "prefill", "context": 41, "ms": 1.0, "spread": 0.01}
+def test_a_page_takes_what_other_machines_measured(tmp_path, profiled):
+    results.save(tmp_path, "profile", ABOUT, profiled)
+    row = {"candidate": "ours", "phase": "prefill", "context": 41, "ms": 1.0, "spread": 0.01}
     saving = results.Saving(tmp_path, "model", lambda: ABOUT)
-    saving.add(model)
-    found = page._recorded([tmp_path / "profile.json", saving.path])
+    saving.add(row)
+    found = page.read_recorded([tmp_path / "profile.json", saving.path])
     (section,) = found["profile"]
     assert section.startswith("## Where the time goes: on another machine, today: `mlx-kda bench")
     assert "| KDA recurrence |" in section and "A prefill of 20 tokens" in section
@@ -112,40 +117,24 @@ def test_a_page_takes_what_other_machines_measured(tmp_path, profile_rows):
 
 
 @pytest.mark.parametrize(
-    "document, told",
+    "name, machine, row, more, told",
     [
-        ("", "is not a benchmark's JSON"),
-        ("[" * 100_000, "is not a benchmark's JSON"),
-        ([], "benchmark is missing"),
-        ({"benchmark": [], "machine": {}, "rows": [{}]}, "benchmark is missing or no str"),
-        ({"benchmark": "model", "machine": [], "rows": [{}]}, "machine is missing or no dict"),
-        ({"benchmark": "model", "machine": ABOUT, "rows": "x"}, "rows is missing or no list"),
-        ({"benchmark": "model", "machine": ABOUT, "rows": []}, "holds no rows"),
-        ({"benchmark": "model", "machine": ABOUT, "rows": [1]}, "holds no rows"),
-        ({"benchmark": "op", "machine": ABOUT, "rows": [{}]}, "only those of cuda, model, profile"),
-        (
-            {"benchmark": "profile", "machine": ABOUT, "rows": [{}]},
-            "lacks what bench profile saves",
-        ),
-        ({"benchmark": "cuda", "machine": ABOUT, "rows": [{"row": "x"}]}, "lacks what bench cuda"),
-        ({"benchmark": "model", "machine": {}, "rows": [{}]}, "lacks what bench model saves"),
-        (
-            {"benchmark": "model", "machine": ABOUT, "rows": [{}], "note": 5},
-            "lacks what bench model",
-        ),
+        ("op", ABOUT, {}, {}, "only those of cuda, model, profile"),
+        ("profile", ABOUT, {}, {}, "lacks what profile saves"),
+        ("cuda", ABOUT, {"row": "x"}, {}, "lacks what cuda saves"),
+        ("model", {}, {}, {}, "lacks what model saves"),
+        ("model", ABOUT, {}, {"note": 5}, "lacks what model saves"),
     ],
 )
-def test_what_is_no_whole_result_is_refused_in_a_line(tmp_path, document, told):
-    path = tmp_path / "file.json"
-    path.write_text(document if isinstance(document, str) else json.dumps(document))
+def test_an_incomplete_result_is_refused(monkeypatch, name, machine, row, more, told):
+    document = {"benchmark": name, "machine": machine, "rows": [row], **more}
+    monkeypatch.setattr(results, "load", lambda path: document)
     with pytest.raises(UserError, match=told):
-        page._recorded([path])
+        page.read_recorded(["file.json"])
 
 
-def test_rows_are_told_and_kept_as_they_come(capsys):
-    kept = []
-    given = BENCHMARKS["launches"].__class__(
-        "x", "x", {"a": "a"}, lambda _: None, lambda _: iter([{"a": 1, "spread": 0.06}, {"a": 2}])
-    )
-    assert run_one(given, None, kept.append) == kept == [{"a": 1, "spread": 0.06}, {"a": 2}]
-    assert "1 of 2 rows spread over more than 5 %" in capsys.readouterr().err
+def test_the_recorded_sections_of_the_published_page_are_what_their_files_make():
+    docs = page.Path(page.__file__).parent.parent / "docs"
+    published = (docs / "benchmarks.md").read_text()
+    for sections in page.read_recorded(sorted((docs / "results").glob("*.json"))).values():
+        assert all(section in published for section in sections)

@@ -5,18 +5,18 @@ import json
 import math
 import re
 
+import common
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+import quality
 from helpers.paths import ROOT
 from helpers.trained import EXAMPLES, TRAIN, train_script
+from quality_recipes import FAMILIES, GATE_PATH, family_paths
 
 import mlx_kda
 from mlx_kda import demo
-from mlx_kda.bench import quality
-from mlx_kda.bench.quality_recipes import FAMILIES, GATE_PATH, family_paths
-from mlx_kda.cli.main import main
 from mlx_kda.convert import convert
 from mlx_kda.errors import UserError
 from mlx_kda.session import Session
@@ -75,7 +75,7 @@ def test_golden_continuations_of_the_source(text, golden):
 def rows():
     """Rows of the recipes on the short text; the numbers of the page are on all of it."""
     names = ("source", "q3", "q3+gates", "q2", "q2+gates")
-    return {row["recipe"]: row for row in quality.run(TINY, TEXT, names)}
+    return {row["recipe"]: row for row in quality.rows(TINY, TEXT, names)}
 
 
 @pytest.mark.parametrize("bits", [3, 2])
@@ -118,16 +118,17 @@ def test_nats_and_divergence_are_those_of_the_definition(tmp_path):
     tables = rng.standard_normal((2, 3, 3))
     ids = [0, 2, 1, 1, 0, 2]
     p, q = (np.exp(t) / np.exp(t).sum(-1, keepdims=True) for t in tables)
-    first = quality.measure(Fixed(tables[0]), ids, tmp_path / "first.npy")
-    other = quality.measure(Fixed(tables[1]), ids, tmp_path / "first.npy")
+    first = quality.evaluate(Fixed(tables[0]), ids, tmp_path / "first.npy")
+    other = quality.evaluate(Fixed(tables[1]), ids, tmp_path / "first.npy")
     nats = [-math.log(q[a, b]) for a, b in itertools.pairwise(ids)]
     divergence = [(p[a] * np.log(p[a] / q[a])).sum() for a in ids[:-1]]
     assert np.allclose(first.divergence, 0) and first.nats.shape == (5,)
     assert np.allclose(other.nats, nats, rtol=1e-5)
     assert np.allclose(other.divergence, divergence, rtol=1e-4)
     model = Fixed(tables[1])
-    assert np.allclose(quality.text_nats(model, ids, step=2), nats, rtol=1e-5)
-    assert model.seen == [2, 2, 1], "the last token is nobody's prompt"
+    text_nats = train_script("measure").text_nats
+    assert text_nats(model, ids, step=2) == pytest.approx(sum(nats), rel=1e-5)
+    assert model.seen == [2, 2, 1], "the last token predicts nothing"
 
 
 def test_a_mean_comes_with_its_standard_error():
@@ -195,18 +196,22 @@ def test_a_family_alone_is_quantised(tmp_path):
 def test_a_byte_budget_is_never_worse_than_uniform_bits(bits):
     """At 4.95 bits a weight it was: divergence 0.40 against 0.27; docs/quality.md has 3 to 6."""
     names = ("source", f"q{bits}", f"q{bits}=size")
-    found = {row["recipe"]: row for row in quality.run(TINY, TEXT, names)}
+    found = {row["recipe"]: row for row in quality.rows(TINY, TEXT, names)}
     uniform, chosen = found[f"q{bits}"], found[f"q{bits}=size"]
     assert chosen["bits_per_weight"] <= uniform["bits_per_weight"]
     assert chosen["divergence"] < 0.7 * uniform["divergence"]
     assert chosen["perplexity"] < uniform["perplexity"]
 
 
-def test_the_command(tiny_hf, tmp_path, capsys):
+def run(*argv):
+    return common.run(None, quality.add_arguments, quality.main, argv)
+
+
+def test_the_script(tiny_hf, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time there was a river.")
-    argv = ["bench", "quality", str(tiny_hf), "--text", str(text), "--recipes", "source,q4"]
-    assert main([*argv, "--out", str(tmp_path / "out")]) == 0
+    argv = [str(tiny_hf), "--text", str(text), "--recipes", "source,q4"]
+    assert run(*argv, "--out", str(tmp_path / "out")) == 0
     assert "| source |" in capsys.readouterr().out
     record = json.loads((tmp_path / "out" / "quality.json").read_text())
     assert [row["recipe"] for row in record["rows"]] == ["source", "q4"]
@@ -226,8 +231,8 @@ def test_mistakes_end_with_one_line(tiny_hf, tmp_path, capsys, content, recipes,
     text = tmp_path / "text.txt"
     if content is not None:
         text.write_bytes(content)
-    argv = ["bench", "quality", str(tiny_hf), "--text", str(text), "--recipes", recipes]
-    assert main(argv) == 2
+    argv = [str(tiny_hf), "--text", str(text), "--recipes", recipes]
+    assert run(*argv) == 2
     err = capsys.readouterr().err.strip()
     assert word in err and "\n" not in err
 

@@ -166,12 +166,8 @@ MISTAKES = [
     (["verify", "nowhere"], "nowhere is no converted model"),
     (["verify", "model", "--source", "nowhere"], "nowhere: no such folder"),
     (["bench", "model", "nowhere"], "nowhere: no such folder"),
-    (["bench", "convert", "nowhere"], "nowhere: no such folder"),
-    (["bench", "quality", "nowhere", "--text", "notes.txt"], "nowhere: no such folder"),
-    (["bench", "plot", "none.json", "out"], "none.json"),
     (["bench", "op", "--row", "odd"], "invalid choice: 'odd'"),
     (["bench", "dance"], "invalid choice: 'dance'"),
-    (["bench", "constant", "model", "--text", "notes.txt"], "layers that are not KDA"),
     (["chat", "model", "--policy", "most"], "'most' is not one of: exact, window:N"),
     (["plan", "model", "--policy", "window:0"], "a window holds at least 1 token"),
     (["doctor", "--runner", "abacus"], "invalid choice: 'abacus'"),
@@ -214,9 +210,6 @@ NUMBERS = {
     ("bench", "op", "--samples"): ["0", *WRONG],
     ("bench", "op", "--dim"): ["0", *WRONG],
     ("bench", "op", "--batch"): ["0", *WRONG],
-    ("bench", "convert", "m", "--q-bits"): ["0", "7", *WRONG],
-    ("bench", "endurance", "--steps"): WRONG,
-    ("bench", "counters", "--dim"): ["0", "33", *WRONG],
     ("bench", "all", "--report", "x", "--budget"): WRONG,
 }
 

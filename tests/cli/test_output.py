@@ -11,10 +11,10 @@ import pytest
 from helpers.paused import LIMIT
 from helpers.program import PROGRAM
 
+from mlx_kda.bench.results import Benchmark
 from mlx_kda.cli import output
-from mlx_kda.cli.benchmarks import Benchmark
 from mlx_kda.cli.main import main
-from mlx_kda.cli.measure import run_one
+from mlx_kda.cli.measure import collect
 from mlx_kda.cli.output import print_table
 
 
@@ -86,8 +86,7 @@ def test_a_pipe_gets_plain_whole_lines(command, long, tiny_hf, tmp_path, monkeyp
 def test_a_benchmarks_row_has_no_trailing_blanks(capsys):
     """Where its last columns are empty."""
     columns = dict.fromkeys(("name", "seconds", "failed"), "x")
-    rows = Benchmark("b", "what", columns, lambda parser: None, lambda args: [{"name": "ours"}])
-    assert run_one(rows, None) == [{"name": "ours"}]
+    assert collect(Benchmark("b", "what", columns), iter([{"name": "ours"}])) == [{"name": "ours"}]
     assert capsys.readouterr().err == "ours\n"
 
 

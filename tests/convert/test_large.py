@@ -1,6 +1,6 @@
 """A checkpoint of 300 MB: memory by the system's count, and the bits of the all-at-once path.
 
-`mlx-kda bench streaming` does the same with 4 GB; docs/conversion.md has its numbers.
+benchmarks/streaming.py does the same with 4 GB; docs/conversion.md has its numbers.
 """
 
 import json
@@ -9,11 +9,10 @@ import subprocess
 import sys
 
 import pytest
+from helpers.paths import ROOT
+from streaming import TASKS, broken, largest_layer, measured, page, tensor_hashes
+from synthetic import write_synthetic
 
-from mlx_kda.bench.streaming import largest_layer, tensor_hashes
-from mlx_kda.bench.streaming_page import broken, page
-from mlx_kda.bench.streaming_tasks import TASKS, measured
-from mlx_kda.bench.synthetic import write_synthetic
 from mlx_kda.convert import convert, plan, verify
 
 SHARD = 40_000_000
@@ -50,8 +49,9 @@ def test_e4_memory_is_that_of_a_layer_not_of_the_model(large, tmp_path, bits):
 VERIFY = """
 import json, sys
 import mlx.core as mx
-from mlx_kda.bench.memory import peak_resident
 from mlx_kda.convert import verify
+sys.path.insert(0, sys.argv.pop(1))
+from memory import peak_resident
 mx.eval(mx.quantize(mx.zeros((64, 64))))
 idle = peak_resident()
 found = verify(*sys.argv[1:], max_tokens=64)
@@ -65,7 +65,14 @@ def test_verify_holds_an_expert_not_a_layer(tmp_path):
     source = tmp_path / "source"
     write_synthetic(source, layers=2, experts=64, vocabulary=1000, shards=1)
     convert(source, tmp_path / "out", q_bits=4)
-    line = [sys.executable, "-c", VERIFY, str(tmp_path / "out"), str(source)]
+    line = [
+        sys.executable,
+        "-c",
+        VERIFY,
+        str(ROOT / "benchmarks"),
+        str(tmp_path / "out"),
+        str(source),
+    ]
     done = subprocess.run(line, capture_output=True, text=True, check=True)
     facts = json.loads(done.stdout)
     assert facts["ok"] and facts["kl"] > 0

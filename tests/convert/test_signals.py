@@ -2,10 +2,11 @@
 
 import os
 import signal
+import sys
 
 import pytest
+from helpers.paths import ROOT
 from helpers.paused import started, wait_for
-from helpers.program import PROGRAM
 from helpers.tiny_checkpoint import write_checkpoint
 
 BOTH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -34,18 +35,18 @@ def alive(group):
 
 
 @BOTH
-@pytest.mark.parametrize("kind", ["quality", "convert"])
-def test_a_benchmark_leaves_no_folder(source, tmp_path, number, kind):
-    """`bench quality` used to leave a converted model in the system's temporary folder."""
+@pytest.mark.parametrize("script", ["quality", "conversion"])
+def test_a_benchmark_leaves_no_folder(source, tmp_path, number, script):
+    """Neither a converted model in the system's temporary folder, nor a process that writes it."""
     text, scratch = tmp_path / "text.txt", tmp_path / "scratch"
     text.write_text("Once upon a time there was a river. " * 40)
     scratch.mkdir()
     more = {
         "quality": ["--text", text, "--recipes", ",".join(["source", "q4", "q8"] * 20)],
-        "convert": ["--samples", "50"],
-    }[kind]
+        "conversion": ["--samples", "50"],
+    }[script]
     environment = os.environ | {"TMPDIR": str(scratch)}
-    command = [*PROGRAM, "bench", kind, source, *more]
+    command = [sys.executable, ROOT / "benchmarks" / f"{script}.py", source, *more]
     with started(command, env=environment, start_new_session=True) as process:
         wait_for(lambda: any(scratch.glob("*/*")), "its folder", process)
         status, said = ended(process, number)

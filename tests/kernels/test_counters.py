@@ -7,8 +7,8 @@ import mlx.core as mx
 import pytest
 from helpers import layer64
 from helpers.kernels import as_dtype, layer_state, rounded, run, step
+from peer_kernels import mlx_lm_call, mlx_lm_gated_delta
 
-from mlx_kda.bench.shipped import mlx_lm_call, mlx_lm_gated_delta
 from mlx_kda.ops import reference64 as oracle
 from mlx_kda.runners import metal_kernel
 from mlx_kda.runners.counters import Counts, counting

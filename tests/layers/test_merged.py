@@ -1,5 +1,6 @@
 """Maps of one input as one product: same results, same arrays, no trace once replaced."""
 
+import launches
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -8,7 +9,6 @@ from helpers.tiny import difference, run, tiny_model
 from mlx.utils import tree_flatten
 from tolerances import MODEL_SPLIT
 
-from mlx_kda.bench import steps
 from mlx_kda.layers.merged import Bundle
 
 KINDS = {
@@ -129,7 +129,7 @@ def test_an_adapter_put_in_later_is_used():
 
 def test_a_decode_step_of_the_48b_asks_for_600_launches_at_most():
     """Counted from the graph; mlx-lm's in the same way."""
-    rows = {row["candidate"]: row["launches"] for row in steps.run(4)}
+    rows = {row["candidate"]: row["launches"] for row in launches.rows(4)}
     assert rows["ours"] <= 600
     assert rows["mlx-lm"] > 2 * rows["ours"]
     assert rows["ours"] < rows["ours, maps one by one"] < rows["mlx-lm"]

@@ -4,8 +4,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from memory import resident
 
-from mlx_kda.bench.memory import resident
 from mlx_kda.ops import elementwise
 
 SHORT, LENGTH = 100, 1 << 14

@@ -12,8 +12,8 @@ import cuda_check
 import mlx.core as mx
 import pytest
 from helpers import on_cuda, plain_cuda, sanitizer
+from peer_kernels import mlx_lm_call, mlx_lm_gated_delta
 
-from mlx_kda.bench.shipped import mlx_lm_call, mlx_lm_gated_delta
 from mlx_kda.doctor import warm_up
 from mlx_kda.kernels import chunk, decode, epilogue, prologue, recurrent, route
 from mlx_kda.kernels.sources import MOE_SOURCES, SOURCES, kernel

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from helpers.launch import launch
 from mlx_lm.models.gated_delta import gated_delta_ops
-from tolerances import OUTPUT_ROUNDING
-
-from mlx_kda.bench.shipped import (
+from peer_kernels import (
     mlx_call,
     mlx_gated_delta,
     mlx_header,
     mlx_lm_call,
     mlx_lm_gated_delta,
 )
+from tolerances import OUTPUT_ROUNDING
+
 from mlx_kda.runners import metal_kernel
 
 checked = partial(metal_kernel, runner="emulator")

@@ -5,8 +5,8 @@ import re
 import mlx.core as mx
 import pytest
 from helpers.launch import kernel
+from peer_kernels import mlx_header, mlx_lm_gated_delta
 
-from mlx_kda.bench.shipped import mlx_header, mlx_lm_gated_delta
 from mlx_kda.runners import metal_kernel
 from mlx_kda.runners.frontend import check, find_clang, frontend_check
 from mlx_kda.runners.frontend.lint import lint

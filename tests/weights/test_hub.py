@@ -9,8 +9,8 @@ import pytest
 from helpers.checkpoints import read_all, same_bits
 from helpers.hub import COMMIT, serving
 from helpers.tiny_checkpoint import weights, write_checkpoint, write_weights
+from synthetic import write_synthetic
 
-from mlx_kda.bench.synthetic import write_synthetic
 from mlx_kda.cli.main import main
 from mlx_kda.convert import convert, plan
 from mlx_kda.errors import UserError

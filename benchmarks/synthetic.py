@@ -1,14 +1,16 @@
-"""A random Kimi Linear checkpoint of any size, written in a stream, to measure conversions on."""
+"""A random Kimi Linear checkpoint of any size, written a tensor at a time, to convert."""
 
 import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
-from ..weights.safetensors import Spec
-from ..weights.safetensors_writer import write_file
+from mlx_kda.bench.subject import config
+from mlx_kda.weights.safetensors import Spec
+from mlx_kda.weights.safetensors_writer import write_file
 
 HEADS, DIM, LATENT, DENSE = 8, 64, 128, 1024
 POOL = 1 << 24  # random numbers drawn once; a tensor is a piece of them
@@ -68,21 +70,18 @@ def _draw(pool: mx.array, name: str, spec: Spec) -> mx.array:
     return (flat.reshape(spec.shape) * spec.shape[-1] ** -0.5).astype(spec.dtype)
 
 
-def _full(layers: int) -> list[int]:
-    return [i for i in range(layers) if i % 4 == 3]
-
-
 def _shapes(
     layers: int, experts: int, hidden: int, inner: int, vocabulary: int
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     width = HEADS * DIM
+    full = config("48b", layers)["linear_attn_config"]["full_attn_layers"]
     yield "model.embed_tokens.weight", (vocabulary, hidden)
     for i in range(layers):
         path = f"model.layers.{i}"
         attn, moe = f"{path}.self_attn", f"{path}.block_sparse_moe"
         yield f"{path}.input_layernorm.weight", (hidden,)
         yield f"{path}.post_attention_layernorm.weight", (hidden,)
-        if i in _full(layers):
+        if i + 1 in full:
             yield f"{attn}.q_proj.weight", (2 * width, hidden)
             yield f"{attn}.kv_a_proj_with_mqa.weight", (LATENT + DIM, hidden)
             yield f"{attn}.kv_a_layernorm.weight", (LATENT,)
@@ -114,44 +113,26 @@ def _shapes(
     yield "lm_head.weight", (vocabulary, hidden)
 
 
-def _config(layers: int, experts: int, hidden: int, inner: int, vocabulary: int) -> dict:
-    full = _full(layers)
-    return {
-        "model_type": "kimi_linear",
-        "vocab_size": vocabulary,
-        "hidden_size": hidden,
-        "head_dim": DIM,
-        "intermediate_size": DENSE,
-        "num_hidden_layers": layers,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
-        "kv_lora_rank": LATENT,
-        "q_lora_rank": None,
-        "qk_nope_head_dim": DIM,
-        "qk_rope_head_dim": DIM,
-        "v_head_dim": DIM,
-        "mla_use_nope": True,
-        "linear_attn_config": {
-            "kda_layers": [i + 1 for i in range(layers) if i not in full],
-            "full_attn_layers": [i + 1 for i in full],
-            "num_heads": HEADS,
-            "head_dim": DIM,
-            "short_conv_kernel_size": 4,
-        },
-        "first_k_dense_replace": 1,
-        "moe_layer_freq": 1,
-        "num_experts": experts,
-        "num_experts_per_token": min(8, experts),
-        "num_shared_experts": 0,
-        "moe_intermediate_size": inner,
-        "moe_router_activation_func": "sigmoid",
-        "moe_renormalize": True,
-        "num_expert_group": 1,
-        "topk_group": 1,
-        "routed_scaling_factor": 2.446,
-        "model_max_length": 1 << 20,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-    }
+def _config(layers: int, experts: int, hidden: int, inner: int, vocabulary: int) -> dict[str, Any]:
+    return config(
+        "48b",
+        layers,
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        head_dim=DIM,
+        intermediate_size=DENSE,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        kv_lora_rank=LATENT,
+        q_lora_rank=None,
+        qk_nope_head_dim=DIM,
+        qk_rope_head_dim=DIM,
+        v_head_dim=DIM,
+        linear_attn_config={"num_heads": HEADS, "head_dim": DIM},
+        num_experts=experts,
+        num_experts_per_token=min(8, experts),
+        num_shared_experts=0,
+        moe_intermediate_size=inner,
+        tie_word_embeddings=False,
+        torch_dtype="bfloat16",
+    )

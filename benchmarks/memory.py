@@ -1,17 +1,20 @@
-"""Resident memory of a process, as the system counts it.
+"""Memory of a process: what the system counts as resident, and MLX arrays.
 
-    python -m mlx_kda.bench.memory FILE MODULE ARGUMENTS
+    python benchmarks/memory.py FILE MODULE ARGUMENTS
 
-runs a module as ``python -m MODULE ARGUMENTS`` would and leaves its highest resident bytes in FILE.
+runs a module as ``python -m MODULE ARGUMENTS`` does and writes its highest resident bytes to FILE.
 """
 
 import atexit
+import gc
 import os
 import resource
 import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+import mlx.core as mx
 
 
 def resident() -> int:
@@ -32,6 +35,12 @@ def peak_resident() -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def live_arrays() -> int:
+    """MLX arrays that Python holds."""
+    gc.collect()
+    return sum(isinstance(one, mx.array) for one in gc.get_objects())
 
 
 if __name__ == "__main__":

@@ -1,13 +1,18 @@
-"""`bench profile`: where the time of a prefill and of a decode step goes, by kind of work.
+"""Where the time of a prefill and of a decode step goes, by kind of work.
+
+    python benchmarks/profile_model.py kimi-4bit --tokens 512
+    python benchmarks/profile_model.py --shape 48b --layers 8 --vocab 32768 --device gpu
 
 Each part's inputs are evaluated before its clock starts and its outputs before it stops, so a part
-pays for what it asks for. A part inside another (the router inside the block of experts) stops the
+pays for what it launches. A part inside another (the router inside the block of experts) stops the
 other's clock. Waiting after each part costs time of its own: the same step is also timed as it
 runs, and the difference is shown.
 """
 
+import argparse
 import contextlib
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,12 +22,21 @@ from unittest import mock
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from common import add_output, count, run, timed
 
-from ..kernels import chunk, decode, epilogue, prologue, recurrent
-from ..layers import MLA, KimiDeltaAttention, MoE, blas_layout
-from ..layers import mix as operations
-from .subject import Subject
-from .timing import STEADY, spread
+from mlx_kda.bench.results import Benchmark, Row, columns, markdown, show
+from mlx_kda.bench.subject import Subject
+from mlx_kda.bench.timing import STEADY, spread
+from mlx_kda.cli.measure import add_subject, measure, subject_of
+from mlx_kda.layers import MLA, KimiDeltaAttention, MoE, blas_layout, mix
+
+BENCHMARK = Benchmark(
+    "profile",
+    "Where the time of a prefill and of a decode step goes, by kind of work",
+    {**columns("phase tokens part ms share spread"), "as stored ms": "ms, weights as stored"},
+    "Every part waited for by itself, medians; of nested parts the inner one counts. The "
+    "last two rows of a phase: the same step left alone, and what waiting cost.",
+)
 
 MIX, OP, GATED = "KDA convolutions and gates", "KDA recurrence", "KDA gated norm"
 STEP = "KDA step as a whole"
@@ -45,7 +59,7 @@ class Clock:
 
     def measure(self, kind: str, work: Callable, *args: Any, **options: Any) -> Any:
         """``work(*args, **options)``, its time, evaluation included, counted as ``kind``."""
-        if STEP in self._open:  # compiled or fused: its parts are not to be had one by one
+        if STEP in self._open:  # compiled or fused: its parts cannot be timed one by one
             return work(*args, **options)
         mx.eval(list(_arrays([args, options])))
         self._turn()
@@ -100,20 +114,21 @@ def instrumented(model: nn.Module, clock: Clock) -> Iterator[None]:
         for owner, name, kind in (
             (embedding, "as_linear", "head"),
             (KimiDeltaAttention, "project", "KDA projections"),
-            (KimiDeltaAttention, "mix", MIX),
-            (operations, "kda", OP),
-            (operations, "rms_norm", GATED),
-            (operations, "gated", GATED),
-            (operations, "step", STEP),
-            (prologue, "kda_prologue", MIX),
-            (chunk, "kda_chunk", OP),
-            (recurrent, "kda_recurrent", OP),
-            (epilogue, "kda_epilogue", GATED),
-            (decode, "kda_decode", STEP),
+            (mix, "_operations", MIX),
+            (mix, "kda", OP),
+            (mix, "rms_norm", GATED),
+            (mix, "gated", GATED),
+            (mix, "kda_prologue", MIX),
+            (mix, "kda_chunk", OP),
+            (mix, "kda_recurrent", OP),
+            (mix, "kda_epilogue", GATED),
+            (mix, "kda_decode", STEP),
             (MLA, "_attend", "MLA attention"),
-            (MoE, "select", "router"),
+            (MoE, "route", "router"),
         )
     ]
+    one_token = mix._one_token
+    patches.append((mix, "_one_token", lambda *sizes: always(STEP, one_token(*sizes))))
     with contextlib.ExitStack() as stack:
         for owner, name, timed in patches:
             stack.enter_context(mock.patch.object(owner, name, timed))
@@ -137,12 +152,13 @@ def _modules(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
             yield layer.mlp, "dense MLP"
             continue
         yield layer.mlp, "routed experts"
+        yield layer.mlp.gate, "router"
         if layer.mlp.shared_experts is not None:
             yield layer.mlp.shared_experts, "shared experts"
 
 
-def of(subject: Subject, **options: Any) -> Iterator[dict[str, Any]]:
-    """`run` for our model of a subject.
+def rows(subject: Subject, **options: Any) -> Iterator[dict[str, Any]]:
+    """`profile` our model of a subject.
 
     Where weights are laid out for the CPU's BLAS, a folder's model is also run with its weights as
     they are stored. Raises UserError as `Subject` does.
@@ -152,10 +168,10 @@ def of(subject: Subject, **options: Any) -> Iterator[dict[str, Any]]:
     if subject.folder is not None and blas_layout.applies():
         with blas_layout.as_stored():
             models["as stored"] = subject.ours()
-    yield from run(models, **options)
+    yield from profile(models, **options)
 
 
-def run(
+def profile(
     models: dict[str, nn.Module],
     *,
     tokens: int = 512,
@@ -163,10 +179,10 @@ def run(
     samples: int = 5,
     budget: float = 20.0,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of a prefill, then of a decode step after it.
+    """Yield the rows of a prefill, then of a decode step after it.
 
     Args:
-        models: the model to profile under "", others to be shown beside it under their names.
+        models: the model to profile as "", others to show beside it by their names.
         tokens: of the prefill, which is one step.
         decode: steps of decoding in a sample.
         samples, budget: samples, and the seconds that all of one phase may take.
@@ -178,18 +194,18 @@ def run(
     size = models[""].args.vocab_size
     prompt = mx.array(np.random.default_rng(0).integers(0, size, (1, tokens), dtype=np.int32))
     steps = {name: _Steps(model, prompt) for name, model in models.items()}
-    for phase, count in (("prefill", 1), ("decode", decode)):
+    for phase, number in (("prefill", 1), ("decode", decode)):
         taken: dict[str, list[tuple[Clock, float]]] = {name: [] for name in models}
         start = time.perf_counter()
         for i in range(-1, samples):
             for name, step in steps.items():
-                sample = step.sample(phase, count)
+                sample = step.sample(phase, number)
                 if i >= 0:  # the first one compiles and allocates
                     taken[name].append(sample)
             spent = time.perf_counter() - start
             if i >= 2 and spent * (i + 3) / (i + 2) > budget:
                 break
-        yield from _rows(phase, tokens, count, taken)
+        yield from _rows(phase, tokens, number, taken)
 
 
 class _Steps:
@@ -252,3 +268,64 @@ def _rows(
     yield {**about, "part": WHOLE, **whole}
     names = [key for key in total if key == "ms" or key.endswith(" ms")]
     yield {**about, "part": FORCING, **{key: total[key] - whole[key] for key in names}}
+
+
+PHASES = ("prefill", "decode")
+STORED = "as stored ms"
+
+
+def table(rows: list[Row]) -> str:
+    """Parts down, milliseconds and shares of both phases across."""
+    found = {(row["phase"], row["part"]): row for row in rows}
+    stored = any(STORED in row for row in rows)
+    columns = {"part": "part"}
+    for phase in PHASES:
+        columns |= {f"{phase} ms": f"{phase}, ms", f"{phase} share": "share"}
+        if stored:
+            columns[f"{phase} stored"] = "ms, weights as stored"
+    lines = []
+    for part in (*PARTS, SUM, WHOLE, FORCING):
+        line: Row = {"part": part}
+        for phase in PHASES:
+            row = found.get((phase, part), {})
+            line[f"{phase} ms"], line[f"{phase} stored"] = row.get("ms"), row.get(STORED)
+            share = row.get("share")
+            line[f"{phase} share"] = None if share is None else f"{share:.1%}"
+        if len([value for value in line.values() if value is not None]) > 1:
+            lines.append(line)
+    return markdown(lines, columns)
+
+
+def largest(rows: list[Row]) -> str:
+    """The two largest parts of each phase in a sentence."""
+    return " ".join(_sentence(phase, rows) for phase in PHASES)
+
+
+def _sentence(phase: str, rows: list[Row]) -> str:
+    parts = [row for row in rows if row["phase"] == phase and row["part"] in PARTS]
+    first = sorted(parts, key=lambda row: -row["ms"])[:2]
+    told = " and ".join(f"{row['part']} ({row['share']:.0%})" for row in first)
+    sentence = f"The largest parts of a {'decode step' if phase == 'decode' else phase}: {told}"
+    gains = [row for row in first if STORED in row and row["ms"] < row[STORED]]
+    if gains:
+        before = " and ".join(
+            f"{row['part']} from {show(row[STORED])} to {show(row['ms'])} ms" for row in gains
+        )
+        sentence += f"; the layout of weights took {before}"
+    return sentence + "."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_subject(parser)
+    timed(parser)
+    count(parser, "--tokens", 512, "tokens of the prefill")
+    add_output(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    options = {"tokens": args.tokens, "samples": args.samples, "budget": args.budget}
+    return measure(BENCHMARK, rows(subject_of(args), **options), args)
+
+
+if __name__ == "__main__":
+    sys.exit(run(__doc__, add_arguments, main))

@@ -1,4 +1,4 @@
-"""Candidates of `bench cuda` in PyTorch: FLA's Triton kernels and FlashKDA, as installed.
+"""Candidates of cuda_peers.py in PyTorch: FLA's Triton kernels and FlashKDA, as installed.
 
 FlashKDA's wheels are built for one version of PyTorch each and do not check it: with another one
 every call ends with "all tensors must be on CUDA". For PyTorch 2.11 take tokenspeed-flashkda
@@ -11,10 +11,10 @@ from functools import partial
 
 import numpy as np
 import torch
+from cuda_peers import LOWER_BOUND, Candidate
 
-from ..errors import UserError
-from ..ops.reference64 import Inputs
-from .cuda import LOWER_BOUND, Candidate
+from mlx_kda.errors import UserError
+from mlx_kda.ops.reference64 import Inputs
 
 
 def check() -> None:

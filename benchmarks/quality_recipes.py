@@ -1,4 +1,4 @@
-"""The recipes that `bench quality` judges, by their names.
+"""The recipes that quality.py evaluates, by their names.
 
 source                     as it is
 q4, mxfp4, ...             the default recipe at some bits
@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..convert import convert
-from ..convert.bit_budget import errors_of
-from ..convert.conversion_plan import plan_conversion
-from ..convert.recipe import ConvertOptions
-from ..errors import UserError
-from ..models.tensor_roles import CONVOLUTION, TENSOR_FAMILIES, tensor_family
-from ..weights.quantization import Quantization
-from ..weights.source import open_source
+from mlx_kda.convert import convert
+from mlx_kda.convert.bit_budget import errors_of
+from mlx_kda.convert.conversion_plan import plan_conversion
+from mlx_kda.convert.recipe import ConvertOptions
+from mlx_kda.errors import UserError
+from mlx_kda.models.tensor_roles import CONVOLUTION, TENSOR_FAMILIES, tensor_family
+from mlx_kda.weights.quantization import Quantization
+from mlx_kda.weights.source import open_source
 
 AFFINE_BITS = (8, 6, 5, 4, 3, 2)
 FAMILIES = (

@@ -1,20 +1,22 @@
-"""Candidates of `bench cuda` in MLX: our operations, our kernels, and mlx-lm's two paths."""
+"""Candidates of cuda_peers.py in MLX: our operations, our kernels, and mlx-lm's two paths."""
 
 from collections.abc import Iterator
 from functools import cache, partial
 
 import mlx.core as mx
 import numpy as np
+from cuda_peers import Candidate
+from mlx_lm.models.gated_delta import gated_delta_ops
+from peer_kernels import mlx_lm_call, mlx_lm_gated_delta
 
-from ..attention import kda
-from ..errors import UserError
-from ..kernels.chunk import kda_chunk
-from ..kernels.recurrent import kda_recurrent
-from ..ops import kda_chunk_ref
-from ..ops.reference64 import Inputs
-from ..runners import metal_kernel
-from .cuda import Candidate
-from .shipped import mlx_lm_call, mlx_lm_gated_delta
+from mlx_kda.attention import kda
+from mlx_kda.errors import UserError
+from mlx_kda.kernels.chunk import kda_chunk
+from mlx_kda.kernels.recurrent import kda_recurrent
+from mlx_kda.ops import kda_chunk_ref
+from mlx_kda.ops.inputs import CheckedInputs
+from mlx_kda.ops.reference64 import Inputs
+from mlx_kda.runners import metal_kernel
 
 RUNNER = "cuda"
 # mlx-lm's loop builds a graph node for every operation of every token.
@@ -52,21 +54,19 @@ def candidates(x: Inputs, heads: int) -> Iterator[Candidate]:
 
 def _calls(q, k, v, g, beta, state) -> dict:
     T, D = q.shape[1], q.shape[-1]
-    inputs = (q, k, v, g, beta)
-    chunk = partial(kda_chunk, *inputs, state=state, runner=RUNNER)
-    calls = {"ours, operations": partial(_operations, inputs, state)}
+    given = CheckedInputs(q, k, v, g, beta, state=state)
+    chunk = partial(kda_chunk, given, runner=RUNNER)
+    calls = {"ours, operations": partial(_operations, (q, k, v, g, beta), state)}
     if T > 1:
         calls["ours, kda_chunk exact"] = chunk
         if q.dtype != mx.float32:
             calls["ours, kda_chunk half"] = partial(chunk, mode="half")
-    calls["ours, kda_recurrent"] = partial(kda_recurrent, *inputs, state=state, runner=RUNNER)
+    calls["ours, kda_recurrent"] = partial(kda_recurrent, given, runner=RUNNER)
     scaled, decay = q * D**-0.5, mx.exp(g)
     mx.eval(scaled, decay)
     theirs = (scaled, k, v, decay, beta, state)
     calls["mlx-lm, vector kernel"] = partial(_vector, *theirs)
     if T <= _LOOP_TOKENS:
-        from mlx_lm.models.gated_delta import gated_delta_ops
-
         calls["mlx-lm, loop"] = partial(gated_delta_ops, *theirs)
     return calls
 

@@ -1,6 +1,7 @@
 """Metal kernels that MLX and mlx-lm ship, read from the installed packages at run time.
 
-They are peers to compare with, and known to be good on Apple GPUs, so they also prove the emulator.
+They are peers to compare with. They are known to work on Apple GPUs, so they also prove the
+emulator.
 """
 
 import re

@@ -1,9 +1,15 @@
-"""`bench quality`: what a recipe costs, as perplexity on a text that the model never saw.
+"""What a recipe of quantisation costs, as perplexity on a text that the model never saw.
 
-Each recipe (see `quality_recipes`) is converted into a temporary folder, loaded and judged.
+    python benchmarks/quality.py examples/tiny-kimi-linear --text examples/train/held_out.txt \\
+        --recipes source,q8,q4,q4+gates --out results
+
+Each recipe (see quality_recipes.py) is converted into a temporary folder, loaded and evaluated.
+examples/train/quality.py writes docs/quality.md from the results.
 """
 
+import argparse
 import math
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -14,15 +20,36 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from common import add_output, read_text, run
 from mlx.utils import tree_map
+from quality_recipes import FAMILIES, Recipe
 
-from ..convert import convert
-from ..errors import UserError
-from ..models import load
-from .quality_recipes import FAMILIES, Recipe
+from mlx_kda.bench.results import Benchmark, columns
+from mlx_kda.cli import loading
+from mlx_kda.cli.measure import measure
+from mlx_kda.convert import convert
+from mlx_kda.errors import UserError
+from mlx_kda.models import load
 
-STEP = 512  # tokens a pass: logits of every one are in memory
-# The recipes of a run that names none; the first is what the others are held against.
+BENCHMARK = Benchmark(
+    "quality",
+    "Perplexity on a text, by recipe of quantisation",
+    columns(
+        "recipe bits_per_weight mb bits_per_byte perplexity divergence divergence_error "
+        "gates_divergence gates_divergence_error",
+        bits_per_weight="bits a weight",
+        mb="MB",
+        bits_per_byte="bits a byte",
+        divergence_error="±",
+        gates_divergence="of it by the gates",
+        gates_divergence_error="±",
+    ),
+    "Divergence: from the first recipe's distributions, nats a token, ± standard error; by "
+    "the gates: what quantising the gate path added to it.",
+)
+
+STEP = 512  # tokens per pass: the logits of all of them are in memory
+# The default recipes; the others are compared with the first.
 RECIPES = (
     "source", "q8", "q6", "q6=size", "q5", "q5=size", "q4", "q4=size", "q3", "q3=size", "q2",
     "q4+gates", "q4+gates8", "q3+gates", "q2+gates", "mxfp4", "mxfp4+gates",
@@ -32,31 +59,23 @@ RECIPES = (
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a model makes of each token of a text but the first, [T - 1] float64, in nats.
+    """A model's predictions of each token of a text but the first, [T - 1] float64, in nats.
 
-    nats: negative log-likelihood. divergence: ``sum_i p_i ln(p_i / q_i)`` of its distribution q
-    from the first model's p, which says much more than the nats about how far a model has moved.
+    Attributes:
+        nats: negative log-likelihood.
+        divergence: ``sum_i p_i ln(p_i / q_i)`` of its distribution q from the first model's p,
+            which shows far better than the nats how much a model has changed.
     """
 
     nats: np.ndarray
     divergence: np.ndarray
 
 
-def read(path: Path) -> str:
-    """A text file in UTF-8. Raises UserError."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not text in UTF-8") from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-
-
-def run(source: str | Path, text: str, recipes: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """One row a recipe, beside the first one.
+def rows(source: str | Path, text: str, recipes: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield one row for each recipe, compared with the first.
 
     The first model's distributions are kept in a temporary file: 4 bytes for each token of the
-    text and of the vocabulary. Raises UserError for an unknown recipe, and for a text too short.
+    text and entry of the vocabulary. Raises UserError for an unknown recipe or too short a text.
     """
     parsed = [Recipe.parse(name) for name in recipes]
     found: dict[Recipe, Tokens] = {}
@@ -74,7 +93,7 @@ def run(source: str | Path, text: str, recipes: Sequence[str]) -> Iterator[dict[
 def judge(
     source: str | Path, text: str, recipe: Recipe, scratch: Path
 ) -> tuple[dict[str, Any], Tokens]:
-    """Convert by a recipe into ``scratch`` and measure: a row, and what stands behind it.
+    """Convert by a recipe into ``scratch`` and evaluate: a row, and its values by token.
 
     On a CPU activations are float32, as 16-bit products are slow there: the rows differ by their
     weights alone.
@@ -87,8 +106,8 @@ def judge(
         widen(model)
     ids = tokenizer.encode(text)
     if len(ids) < 3:
-        raise UserError("the text is too short to measure: give at least three tokens")
-    tokens = measure(model, ids, scratch / "first.npy")
+        raise UserError("the text is too short: give at least three tokens")
+    tokens = evaluate(model, ids, scratch / "first.npy")
     row = {
         "recipe": str(recipe),
         "words": recipe.words(),
@@ -107,7 +126,7 @@ def judge(
 
 
 def mean(name: str, values: np.ndarray) -> dict[str, float]:
-    """The mean of values, one a token, and its standard error, as two columns."""
+    """The mean of values, one per token, and its standard error, as two columns."""
     error = values.std(ddof=1) / math.sqrt(values.size)
     return {name: float(values.mean()), f"{name}_error": float(error)}
 
@@ -121,15 +140,10 @@ def widen(model: nn.Module) -> None:
     model.update(tree_map(cast, model.parameters()))
 
 
-def text_nats(model: nn.Module, ids: Sequence[int], step: int = STEP) -> np.ndarray:
-    """Negative log-likelihood in nats of every token but the first, [T - 1] float64."""
-    return np.concatenate([-_chosen(logp, target) for logp, target in _passes(model, ids, step)])
+def evaluate(model: nn.Module, ids: Sequence[int], first: Path) -> Tokens:
+    """Evaluate a model on a text, compared with the distributions in the file ``first``.
 
-
-def measure(model: nn.Module, ids: Sequence[int], first: Path) -> Tokens:
-    """What a model makes of a text, beside the model whose distributions are in ``first``.
-
-    Where there is no such file it is made of this model's, whose divergence is then 0.
+    Where there is no such file, this model's are written to it and its divergence is 0.
     """
     reference = np.load(first, mmap_mode="r") if first.exists() else None
     made, at, nats, divergence = None, 0, [], []
@@ -151,7 +165,7 @@ def measure(model: nn.Module, ids: Sequence[int], first: Path) -> Tokens:
 
 
 def _passes(model: nn.Module, ids: Sequence[int], step: int) -> Iterator[tuple[mx.array, mx.array]]:
-    """(log-probabilities [t, vocabulary] float32, the tokens that came [t]), pass by pass."""
+    """Yield (log-probabilities [t, vocabulary] float32, the next tokens [t]) for each pass."""
     ids, cache = list(ids), model.make_cache()
     for at in range(0, len(ids) - 1, step):
         target = mx.array(ids[at + 1 : at + 1 + step])
@@ -162,3 +176,28 @@ def _passes(model: nn.Module, ids: Sequence[int], step: int) -> Iterator[tuple[m
 
 def _chosen(logp: mx.array, target: mx.array) -> np.ndarray:
     return np.array(mx.take_along_axis(logp, target[:, None], -1)[:, 0], dtype=np.float64)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source", metavar="SRC", help="folder or hub id of a checkpoint, not quantised"
+    )
+    parser.add_argument("--text", required=True, metavar="FILE", help="text in UTF-8")
+    parser.add_argument(
+        "--recipes",
+        type=lambda names: names.split(","),
+        default=RECIPES,
+        metavar="R,R",
+        help="source, q8 ... q2, mxfp4, nvfp4; with +gates or +gates8 the gate path too, with "
+        "=size in as many bytes by --target-bpw, with @FAMILY that family of weights alone",
+    )
+    add_output(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    loading.check_folder(args.source)
+    return measure(BENCHMARK, rows(args.source, read_text(args.text), args.recipes), args)
+
+
+if __name__ == "__main__":
+    sys.exit(run(__doc__, add_arguments, main))
