@@ -39,7 +39,7 @@ def choose(runner: str = "auto") -> str:
     )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class MetalKernel(Definition):
     """``mx.fast.metal_kernel`` with a choice of what runs the kernel.
 

@@ -142,7 +142,7 @@ def _mark(array: mx.array) -> str:
     return "c" if array.size < CONSTANT_BELOW else ""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Definition:
     """A kernel as ``mx.fast.metal_kernel`` defines it."""
 
