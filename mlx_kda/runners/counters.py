@@ -1,6 +1,6 @@
 """What a kernel asks of a GPU, counted by the emulator, and a model of the cycles it would take.
 
-An operation is counted once for the SIMD-group that executes it, whatever its lanes do; memory is
+An operation counts once per SIMD-group that executes it, however many lanes take part; memory is
 counted in bytes. Integer arithmetic is not counted. Arithmetic is counted as the source writes it;
 loads are counted after the compiler has dropped those of what a thread already holds, across SIMD
 operations too, as a GPU's compiler does. That takes g++ on x86-64: elsewhere such loads count
@@ -43,12 +43,12 @@ MODEL = "cycles of one GPU core by a model of M1-class cores, not a measurement"
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts of one launch, or of several added up, or a share of them.
+    """Counts of one launch, of several added up, or a fraction of them.
 
     Attributes (instructions of SIMD-groups unless they say bytes):
         fma, add, mul, division, minmax, compare: float arithmetic; a product added to something in
             the same expression is one fma.
-        special: exp, log, rsqrt, sqrt and their kin.
+        special: exp, log, rsqrt, sqrt and the like.
         convert: 16-bit floats loaded or stored outside matrix operations.
         mma: 8 x 8 x 8 matrix multiply-accumulates.
         shuffles, simd_sums (and minima, maxima, products), simd_scans, simd_votes.
@@ -90,13 +90,13 @@ class Counts:
     threadgroup_memory: int = 0
 
     def __add__(self, other: Counts) -> Counts:
-        """Both launches; threadgroup_memory is the larger."""
+        """The sum of both, and the larger threadgroup_memory."""
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
         sums["threadgroup_memory"] = max(self.threadgroup_memory, other.threadgroup_memory)
         return Counts(**sums)
 
     def per(self, n: float) -> Counts:
-        """The counts divided by ``n``, the number of rows, say; threadgroup_memory stays."""
+        """The counts divided by ``n``, the rows for example; threadgroup_memory is kept."""
         shares = {f.name: getattr(self, f.name) / n for f in fields(self)}
         shares["threadgroup_memory"] = self.threadgroup_memory
         return Counts(**shares)

@@ -28,7 +28,7 @@ FLOAT = re.compile(
 
 
 class Unsupported(Exception):
-    """A construct that the rewrite does not know: (message, line of the text)."""
+    """A construct that cannot be rewritten, and its line in the text."""
 
     def __init__(self, message: str, line: int):
         super().__init__(message)
@@ -153,7 +153,7 @@ class _Shared:
         return None
 
     def declaration(self, i: int) -> tuple[int, str] | None:
-        """(end, replacement) for a declaration whose `threadgroup` is token i, else None."""
+        """(end, replacement) for a declaration whose ``threadgroup`` is token i, else None."""
         first = self._next(i)
         end = self._type(first)
         if end is None or end >= len(self.toks) or self.toks[end].kind != "name":
@@ -193,11 +193,11 @@ _PARTS = {"unsigned", "signed", "long", "short", "int", "char"}
 # Several SIMD operations or barriers on one line get line numbers of their own, this far apart, so
 # that the runtime can tell which of them a lane has reached.
 LINE_STEP = 100_000
-MEETING = re.compile(r"(simd|quad|simdgroup)_\w+\Z|threadgroup_barrier\Z")
+SYNC_POINT = re.compile(r"(simd|quad|simdgroup)_\w+\Z|threadgroup_barrier\Z")
 
 
-class _Meetings:
-    """Writes #line directives in front of the second and later meeting points of a line."""
+class _SyncPoints:
+    """Numbers the SIMD operations and barriers of a line with #line directives."""
 
     def __init__(self, text: str, file: str | None):
         self.file = file
@@ -205,7 +205,7 @@ class _Meetings:
         self.names = set(re.findall(r"^\s*#\s*define\s+(\w+)", text, re.M))
         self.parentheses: list[bool] = []  # the open ones: is each that of a macro's arguments?
         self.seen: dict[int, int] = {}
-        self.moved = False
+        self.renumbered = False
 
     def parenthesis(self, token: Token, name: str) -> None:
         if token.text == "(":
@@ -214,21 +214,21 @@ class _Meetings:
             self.parentheses.pop()
 
     def before(self, token: Token, is_call: bool) -> str:
-        if not (self.file and is_call and MEETING.match(token.text)):
+        if not (self.file and is_call and SYNC_POINT.match(token.text)):
             return ""
         if token.line in self.macros or any(self.parentheses):
             return ""  # no directive may stand there
         nth = self.seen[token.line] = self.seen.get(token.line, -1) + 1
         if not nth:
             return ""
-        self.moved = True
+        self.renumbered = True
         return f'\n#line {nth * LINE_STEP + token.line} "{self.file}"\n'
 
     def newline(self, token: Token) -> str:
-        """The token, with the numbering put right behind its first newline if it was moved."""
-        if not self.moved or "\n" not in token.text:
+        """The token, with the line number corrected after its first newline if it was changed."""
+        if not self.renumbered or "\n" not in token.text:
             return token.text
-        self.moved = False
+        self.renumbered = False
         first, rest = token.text.split("\n", 1)
         return f'{first}\n#line {token.line + 1} "{self.file}"\n{rest}'
 
@@ -251,16 +251,16 @@ def rewrite(text: str, dialect: Dialect, file: str | None = None) -> Rewritten:
             raise Unsupported("text that is not ASCII", number)
     toks = tokens(text)
     shared = _Shared(toks, dialect)
-    meetings = _Meetings(text, file)
+    sync_points = _SyncPoints(text, file)
     out: list[str] = []
     i = 0
     while i < len(toks):
         token = toks[i]
-        meetings.parenthesis(token, toks[i - 1].text if i else "")
+        sync_points.parenthesis(token, toks[i - 1].text if i else "")
         if token.kind == "name":
-            out.append(meetings.before(token, shared.is_call(i)))
+            out.append(sync_points.before(token, shared.is_call(i)))
         if token.kind in ("space", "comment"):
-            out.append(meetings.newline(token))
+            out.append(sync_points.newline(token))
         elif token.kind == "attribute":
             if "function_constant" in token.text:
                 raise Unsupported("function constants (MLX cannot set them)", token.line)

@@ -62,7 +62,7 @@ ATTRIBUTE_VALUES = {
 # MLX's CUDA parameters have other names than the kernel's, which are declared from them.
 PREFIX = "cuda_"
 
-# The address spaces cannot be macros here: CUDA's own words are made of them.
+# The address spaces cannot be macros here: CUDA's own keywords contain them.
 DIALECT = Dialect(
     declare=lambda base, name, suffix, _: f"__shared__ {base} {name}{suffix};",
     erase=frozenset({"device", "constant", "thread", "threadgroup", "kernel"}),
@@ -138,14 +138,14 @@ def device_functions(text: str) -> str:
 
 
 def _has_parameters(text: list[str]) -> bool:
-    """Are these the words of a function, not yet a device function, up to its body?"""
+    """Whether these tokens begin a function that is not yet a device function."""
     if not text or text[0] in ("struct", "enum", "namespace", "union", "extern"):
         return False
     return "__device__" not in text and "(" in text and "=" not in text[: text.index("(")]
 
 
 def _after_template(toks: list[Token], code: list[bool], i: int) -> int:
-    """The first token of a declaration, after what is no code and any ``template <...>``."""
+    """The first token of a declaration, after comments, directives and any ``template <...>``."""
     while i < len(toks) and (not code[i] or toks[i].text == "template"):
         if code[i]:
             angle = paren = 0

@@ -1,4 +1,4 @@
-"""One kernel in the emulator: a compiled program for every kind of call, and its calls."""
+"""A kernel called in the emulator: one compiled program per combination of dtypes and template."""
 
 from collections.abc import Sequence
 from math import prod

@@ -67,14 +67,14 @@ def mlx_include() -> Path:
 
 @lru_cache
 def compiler() -> tuple[list[str], str]:
-    """(command, what it says of itself) of the C++ compiler; UserError if there is none."""
+    """(command, version line) of the C++ compiler; UserError if there is none."""
     candidates = [[path] for name in COMPILERS if (path := shutil.which(name))]
     if importlib.util.find_spec("ziglang"):
         candidates.append([sys.executable, "-m", "ziglang", "c++"])
     for command in candidates:
-        said = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
-        if said:
-            return command, said.split("\n")[0]
+        output = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
+        if output:
+            return command, output.split("\n")[0]
     raise UserError(
         "the kernel emulator needs a C++ compiler and found none of "
         f"{', '.join(COMPILERS)}: install one (Debian: apt install g++; macOS: xcode-select "
@@ -84,7 +84,7 @@ def compiler() -> tuple[list[str], str]:
 
 @lru_cache
 def _fingerprint() -> str:
-    """Changes with the compiler, the processor and the emulator's own sources."""
+    """A hash of the compiler, the processor, MLX's version and the emulator's own sources."""
     digest = hashlib.sha256()
     digest.update(repr(compiler()).encode())
     digest.update(platform.machine().encode())
@@ -120,7 +120,7 @@ def _kernel_flags(mode: str) -> list[str]:
         flags.append("-mno-red-zone")  # it calls the runtime from inline assembly
     if "-fsanitize=thread" not in flags:
         return flags
-    # Hooks at every access and at no call.
+    # Instrument every memory access, and no function call.
     calls, merged = "tsan-instrument-func-entry-exit=0", "tsan-instrument-read-before-write=1"
     if is_clang():
         return [*flags, "-mllvm", f"-{calls}", "-mllvm", f"-{merged}"]
@@ -139,7 +139,7 @@ def _run(command: list[str], cwd: str | Path) -> None:
 
 
 def _publish(made: Path, target: Path) -> None:
-    """Renames, so that another process never sees half a file."""
+    """Rename, so that another process never sees half a file."""
     target.parent.mkdir(parents=True, exist_ok=True)
     os.replace(made, target)
 

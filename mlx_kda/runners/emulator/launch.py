@@ -1,4 +1,4 @@
-"""Calls of a kernel in the emulator: text to shared object, arrays in, arrays or a fault out."""
+"""A kernel's text as a compiled program, launched over numpy arrays."""
 
 import ctypes
 import re
@@ -100,7 +100,7 @@ def entry_point(text: KernelText) -> str:
 
 @dataclass
 class Result:
-    """Of a launch: outputs as numpy arrays, bytes of threadgroup memory, the runtime's counters."""
+    """Outputs of a launch, its bytes of threadgroup memory and the runtime's counters."""
 
     outputs: list[np.ndarray]
     shared_bytes: int
@@ -223,20 +223,20 @@ def _line_of(path: Path, library: ctypes.CDLL, pc: int) -> int:
         if not tool:
             continue
         flags = ["--inlines", "-e" if "addr2line" in name else "--obj", str(path), address]
-        said = subprocess.run([tool, *flags], capture_output=True, text=True).stdout
-        lines = re.findall(rf"{re.escape(TEXT_NAME)}:(\d+)", said)
+        output = subprocess.run([tool, *flags], capture_output=True, text=True).stdout
+        lines = re.findall(rf"{re.escape(TEXT_NAME)}:(\d+)", output)
         if lines:
             return int(lines[0])
     return 0
 
 
 def aligned(array: np.ndarray, bytes: int = 64) -> np.ndarray:
-    """``array`` itself, or a copy where a vector load could not read it: GPU memory is aligned."""
+    """``array``, or a copy aligned for vector loads, as GPU memory is."""
     if array.ctypes.data % bytes == 0 or not array.flags.c_contiguous:
         return array
-    room = np.empty(array.nbytes + bytes, dtype=np.uint8)
-    start = -room.ctypes.data % bytes
-    copy = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    buffer = np.empty(array.nbytes + bytes, dtype=np.uint8)
+    start = -buffer.ctypes.data % bytes
+    copy = buffer[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
     copy[...] = array
     return copy
 

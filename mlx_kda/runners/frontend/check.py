@@ -1,4 +1,4 @@
-"""``frontend_check``: would Apple's compiler take this text? And what does it declare?"""
+"""``frontend_check``: would Apple's compiler accept this text, and what does it declare?"""
 
 import re
 import tempfile
@@ -44,7 +44,7 @@ class Report:
 
     @property
     def threadgroup_bytes(self) -> int:
-        """All of them together."""
+        """Their sum."""
         return sum(self.threadgroup.values())
 
 
@@ -79,9 +79,9 @@ def check(text: KernelText | str, house_rules: bool = True) -> Report:
     report = Report()
 
     def add(line: int, message: str) -> None:
-        made = Diagnostic(message, **text.locate(line))
-        if made not in report.diagnostics:
-            report.diagnostics.append(made)
+        diagnostic = Diagnostic(message, **text.locate(line))
+        if diagnostic not in report.diagnostics:
+            report.diagnostics.append(diagnostic)
 
     for line, message in lint(text, house_rules):
         add(line, message)
@@ -106,7 +106,7 @@ def check(text: KernelText | str, house_rules: bool = True) -> Report:
 
 
 def _read_messages(messages: str, add: Callable[[int, str], None]) -> None:
-    """Errors in the kernel's text; one in a header is put to the line that led there."""
+    """Errors in the kernel's text; one in a header is reported at the line that led there."""
     pending: str | None = None
     for line in messages.split("\n"):
         found = re.match(r"(.*?):(\d+):\d+: (?:fatal )?(error|note): (.*)", line)

@@ -12,7 +12,7 @@ from ...errors import UserError
 from ..emulator.compiler import mlx_include
 
 HERE = Path(__file__).parent
-# bfloat is a type one can compute with from this version on.
+# The first version that can compute with bfloat.
 OLDEST = 17
 FLAGS = [
     "-std=c++14",
@@ -41,23 +41,23 @@ def find_clang() -> tuple[list[str], str] | None:
     names = ["clang++", *(f"clang++-{n}" for n in range(OLDEST + 13, OLDEST - 1, -1))]
     for name in names:
         path = shutil.which(name)
-        if path and (said := _version([path])):
-            return [path], said
+        if path and (version := _version([path])):
+            return [path], version
     if importlib.util.find_spec("ziglang"):
         command = [sys.executable, "-m", "ziglang", "c++", "-fno-sanitize=all"]
-        if said := _version(command):
-            return command, said
+        if version := _version(command):
+            return command, version
     return None
 
 
 def _version(command: list[str]) -> str:
-    said = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
-    found = re.search(r"clang version (\d+)\.\S*", said)
+    output = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
+    found = re.search(r"clang version (\d+)\.\S*", output)
     return found.group() if found and int(found.group(1)) >= OLDEST else ""
 
 
 def headers(folder: Path) -> list[str]:
-    """Include flags; writes into ``folder`` what has to be adapted from the installed MLX."""
+    """Include flags; headers of MLX that need changes are written to ``folder``."""
     include = mlx_include()
     stand_in = HERE.parent / "emulator" / "include"
     kernels = Path("mlx") / "backend" / "metal" / "kernels"

@@ -59,7 +59,7 @@ def _lacks_suffix(number: str) -> bool:
 
 
 def _declared_types(toks: list[Token]) -> set[str]:
-    """Names made types by typename, class, struct, using and typedef."""
+    """Names declared as types by typename, class, struct, using and typedef."""
     found = set()
     for a, b in pairwise(toks):
         if a.text in ("typename", "class", "struct", "using") and b.kind == "name":
