@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
+from mlx.utils import tree_reduce
 
 from ..layers import blas_layout
 from ..models.hybrid import Model
@@ -121,7 +121,8 @@ def _both_phases(
 ) -> Iterator[dict[str, Any]]:
     context = prompt.size
     for phase, chain, tokens in (("prefill", _Prefills, context), ("decode", _Decodes, 1)):
-        chains, peaks = {}, {}
+        chains: dict[str, Any] = {}
+        peaks: dict[str, int] = {}
         for name, model in models.items():
             chains[name], peaks[name] = _started(chain, model, prompt)
         timings = interleave(chains, samples=samples, calls=decode, budget=budget, warm=True)
@@ -140,7 +141,7 @@ def _both_phases(
 
 
 def _started(chain: type, model: nn.Module, prompt: mx.array) -> tuple[Callable, int]:
-    """A chain after one call, and bytes of the weights and of what that call allocates or holds."""
+    """A chain after one call, and bytes of the weights and of what that call allocated or keeps."""
     mx.clear_cache()
     before = mx.get_active_memory()
     run = chain(model, prompt)
@@ -150,11 +151,11 @@ def _started(chain: type, model: nn.Module, prompt: mx.array) -> tuple[Callable,
 
 
 def _weights(model: nn.Module) -> int:
-    return sum(w.nbytes for _, w in tree_flatten(model.parameters()))
+    return tree_reduce(lambda total, w: total + w.nbytes, model.parameters(), 0)
 
 
 def _absorb(model: nn.Module, prompt: mx.array, cache: list[Any]) -> mx.array:
-    """Prefill as the model's own library does; the last row's logits."""
+    """Prefill as the model's own library does; the logits of the last token."""
     ours = isinstance(model, Model)
     length = prompt.shape[1]
     whole = length if ours else length - 1

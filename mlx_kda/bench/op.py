@@ -51,9 +51,10 @@ def _compare(T, H, dim, batch, dtype, row, paths, samples, budget) -> Iterator[d
     x = reference64.make(row, T=T, B=batch, H=H, Dk=dim, Dv=dim).with_state()
     kind = getattr(mx, dtype)
     q, k, v, beta = (mx.array(a).astype(kind) for a in (x.q, x.k, x.v, x.beta))
+    assert x.g is not None and x.state is not None
     g, state = mx.array(x.g), mx.array(x.state)
     mx.eval(q, k, v, g, beta, state)
-    truth = _truth(q, k, v, g, beta, x.state)
+    truth = _truth((q, k, v, g, beta), x.state)
 
     calls: dict[str, Callable] = {}
     for path in paths or ["auto"]:
@@ -98,10 +99,10 @@ def _mlx_lm(q, k, v, g, beta, dim) -> Callable:
     return lambda S: gated_delta.gated_delta_ops(scaled, k, v, decay, beta, S)
 
 
-def _truth(q, k, v, g, beta, state) -> np.ndarray:
+def _truth(inputs: tuple[mx.array, ...], state: np.ndarray) -> np.ndarray:
     heads, tokens = slice(0, _REFERENCE_HEADS), slice(0, _REFERENCE_TOKENS)
-    cut = [np.array(a[:, tokens, heads].astype(mx.float32)) for a in (q, k, v, g, beta)]
-    return reference64.recurrence(*cut, state=state[:, heads])[0]
+    q, k, v, g, beta = (np.array(a[:, tokens, heads].astype(mx.float32)) for a in inputs)
+    return reference64.recurrence(q, k, v, g, beta, state=state[:, heads])[0]
 
 
 def _error(o: mx.array, truth: np.ndarray) -> float:

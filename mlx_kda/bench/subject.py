@@ -18,7 +18,7 @@ from ..models import load_model
 from ..models.hybrid import Model
 from ..models.kimi_linear import ModelArgs
 
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "48b": {
         "model_type": "kimi_linear",
         "vocab_size": 163840,
@@ -61,7 +61,7 @@ def config(shape: str, layers: int | None = None, **changes: Any) -> dict[str, A
         layers: how many; the shape's own unless given. Every fourth is MLA, and the last of 27.
         changes: other entries; those of ``linear_attn_config`` are merged.
     """
-    made: dict[str, Any] = SHAPES[shape] | changes
+    made = SHAPES[shape] | changes
     layers = layers or made["num_hidden_layers"]
     full = [i for i in range(1, layers + 1) if i % 4 == 0 or i == layers == 27]
     made["num_hidden_layers"] = layers

@@ -31,7 +31,6 @@ NOT_KEPT = 1  # exit status where a bound was exceeded
 LONGEST, MOST = 86_400, 10**9  # seconds, and anything that is counted
 DTYPES = ("float32", "float16", "bfloat16")
 INPUTS = ("random", "repeated", "collinear", "deep", "mixed")  # of mlx_kda.ops.reference64
-PLOTTED = ("op", "model")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,16 +87,16 @@ def _run(args: argparse.Namespace) -> int:
         from ..bench import model
 
         names = model.CANDIDATES if args.candidates == "both" else (args.candidates,)
-        options = {"contexts": args.contexts, "samples": args.samples, "budget": args.budget}
-        return measure(model.BENCHMARK, model.of(subject, names, **options), args)
+        chosen = {"contexts": args.contexts, "samples": args.samples, "budget": args.budget}
+        return measure(model.BENCHMARK, model.of(subject, names, **chosen), args)
     if args.kind == "buffers":
         subject_of(args).prepare()
         from ..bench import buffers
 
         given = {name: getattr(args, name) for name in (*_SUBJECT, "samples", "budget")}
-        options = [f"--{n.replace('_', '-')}={v}" for n, v in given.items() if v is not None]
+        told = [f"--{n.replace('_', '-')}={v}" for n, v in given.items() if v is not None]
         folder = [] if args.model is None else [args.model]
-        arguments = [*folder, *options, f"--contexts={args.context}"]
+        arguments = [*folder, *told, f"--contexts={args.context}"]
         return measure(buffers.BENCHMARK, buffers.run(arguments, args.rounds), args)
     return _all(args)
 
@@ -111,8 +110,8 @@ def _op(args: argparse.Namespace) -> int:
     if unknown:
         raise UserError(f"--paths takes {', '.join(PATHS)}, got {unknown[0]!r}")
     names = ("dim", "batch", "dtype", "row", "samples", "budget")
-    options = {name: getattr(args, name) for name in names}
-    return measure(op.BENCHMARK, op.run(args.tokens, args.heads, paths=paths, **options), args)
+    chosen = {name: getattr(args, name) for name in names}
+    return measure(op.BENCHMARK, op.run(args.tokens, args.heads, paths=paths, **chosen), args)
 
 
 def _all(args: argparse.Namespace) -> int:
@@ -209,45 +208,29 @@ def count(
     parser: argparse.ArgumentParser, option: str, default: int, what: str, low: int = 1
 ) -> None:
     """Add an option that takes a whole number."""
-    parser.add_argument(
-        option,
-        type=options.number(int, low, MOST),
-        default=default,
-        metavar="N",
-        help=f"{what} (default: {default})",
-    )
+    parse = options.number(int, low, MOST)
+    options.add_option(parser, option, "N", parse, f"{what} (default: {default})", default)
 
 
 def numbers(parser: argparse.ArgumentParser, option: str, default: list[int], what: str) -> None:
     """Add an option that takes whole numbers, as in 1,512,2048."""
-    parser.add_argument(
-        option,
-        type=options.numbers,
-        default=default,
-        metavar="N,N",
-        help=f"{what} (default: {','.join(map(str, default))})",
-    )
+    told = f"{what} (default: {','.join(map(str, default))})"
+    options.add_option(parser, option, "N,N", options.numbers, told, default)
 
 
 def choice(
     parser: argparse.ArgumentParser, option: str, choices: tuple[str, ...], default: str, what: str
 ) -> None:
     """Add an option that takes one of some words."""
-    parser.add_argument(
-        option, choices=choices, default=default, help=f"{what} (default: {default})"
-    )
+    told = f"{what} (default: {default})"
+    parser.add_argument(option, choices=choices, default=default, help=told)
 
 
 def seconds(parser: argparse.ArgumentParser, default: float) -> None:
     """Add --budget."""
-    parser.add_argument(
-        "--budget",
-        type=options.number(float, 0.1, LONGEST),
-        default=default,
-        metavar="S",
-        help="seconds that a candidate and size may take; three samples are always taken "
-        f"(default: {default:g})",
-    )
+    told = "seconds that a candidate and size may take; three samples are always taken "
+    parse = options.number(float, 0.1, LONGEST)
+    options.add_option(parser, "--budget", "S", parse, f"{told}(default: {default:g})", default)
 
 
 def timed(parser: argparse.ArgumentParser) -> None:
@@ -283,12 +266,9 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=("48b",), help="a random model of this shape instead")
     parser.add_argument("--layers", type=number, metavar="N", help="its first N")
     parser.add_argument("--vocab", type=number, metavar="N", help="its vocabulary")
-    parser.add_argument(
-        "--q-bits",
-        type=int,
-        choices=(4, 8),
-        metavar="N",
-        help="bits of its weights (default: not quantised)",
+    bits = options.one_of(4, 8)
+    options.add_option(
+        parser, "--q-bits", "N", bits, "bits of its weights (default: not quantised)"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of its activations (default: bfloat16)")
     parser.add_argument("--runner", default="auto", help="of the KDA layers (default: auto)")
