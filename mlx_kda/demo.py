@@ -1,4 +1,4 @@
-"""What ``mlx-kda demo`` asks of the small trained checkpoint, and where that checkpoint is."""
+"""The small trained checkpoint, and what ``mlx-kda demo`` asks it."""
 
 import contextlib
 import tempfile
@@ -16,7 +16,7 @@ OPENING = "Blessed is the man that"
 KEY = "71432"
 KEY_QUESTION = "What is the pass key?"
 
-# Lengths without a common divisor: a sentence comes back after 13 * 11 * 9 * 7 others.
+# The lengths have no common divisor: a sentence repeats only after 13 * 11 * 9 * 7 others.
 _WHO = (
     "The baker", "A tired horse", "My neighbour", "The old captain", "A stranger", "The teacher",
     "Her brother", "The king", "A small dog", "The widow", "His servant", "The judge", "A child",
@@ -36,10 +36,10 @@ _WHERE = (
 
 
 def find_checkpoint(given: str | None, command: str = "demo SRC") -> Path:
-    """The folder named, else examples/tiny-kimi-linear here or in the source checkout.
+    """The given folder, else examples/tiny-kimi-linear here or in the source checkout.
 
-    The checkpoint is not part of an installed wheel, which is why it may be absent. Raises
-    UserError telling where to get it; ``command`` is the one that names another.
+    An installed wheel does not contain the checkpoint. If it is missing, UserError says where to
+    get it; ``command`` is the one that takes another.
     """
     if given is not None:
         return Path(given)
@@ -48,15 +48,15 @@ def find_checkpoint(given: str | None, command: str = "demo SRC") -> Path:
         if (base / CHECKPOINT / "config.json").is_file():
             return base / CHECKPOINT
     raise UserError(
-        f"the small checkpoint {CHECKPOINT} is not here: run this in a clone of the repository, "
-        f"or name a checkpoint: mlx-kda {command}"
+        f"the small checkpoint {CHECKPOINT} was not found: run this in a clone of the "
+        f"repository, or give a checkpoint: mlx-kda {command}"
     )
 
 
 def working_dtype() -> str | None:
-    """The dtype to convert what is not quantised to; None: as in the source.
+    """The dtype of the weights that are not quantised; None keeps the source's.
 
-    MLX's CPU build is several times slower at 16-bit matrices than at those of float32.
+    MLX's CPU build multiplies 16-bit matrices several times more slowly than float32 ones.
     """
     import mlx.core as mx
 
@@ -64,13 +64,13 @@ def working_dtype() -> str | None:
 
 
 def sentence(number: int) -> str:
-    """A sentence of plain English for a haystack; the first 9,009 are all different."""
+    """A sentence of plain English; the first 9,009 are all different."""
     parts = (words[number % len(words)] for words in (_WHO, _DID, _WHAT, _WHERE))
     return " ".join(parts) + "."
 
 
 def haystack(tokenizer: Any, tokens: int) -> str:
-    """A user's message of about ``tokens`` tokens with the key two fifths in, asked for at its end.
+    """A message of about ``tokens`` tokens that hides the key and asks for it at the end.
 
     The wording is that of the training task.
     """
@@ -87,22 +87,22 @@ def haystack(tokenizer: Any, tokens: int) -> str:
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A folder that is gone after the block, however that ends."""
+    """A temporary folder that is removed after the block."""
     try:
         folder = tempfile.TemporaryDirectory(prefix="mlx-kda-demo-")
     except OSError as error:
         reason = error.strerror or str(error)
-        raise UserError(f"no temporary folder can be made: {reason}; set TMPDIR to one") from None
+        raise UserError(f"cannot create a temporary folder ({reason}): set TMPDIR") from None
     with folder as name:
         yield Path(name)
 
 
-def default_model(say: Callable[[str], None]) -> Path:
+def default_model(log: Callable[[str], None]) -> Path:
     """The small checkpoint in 4 bits, converted into the cache folder the first time.
 
-    It is made anew when the checkpoint or this package's version has changed. Raises UserError
-    where there is neither a checkpoint nor what was made of it before, and where the folder cannot
-    be written.
+    It is converted again when the checkpoint or this package's version has changed. Raises
+    UserError if there is neither a checkpoint nor an earlier conversion, or if the folder cannot be
+    written.
     """
     from .convert import convert
 
@@ -111,15 +111,15 @@ def default_model(say: Callable[[str], None]) -> Path:
     try:
         source = find_checkpoint(None, "chat MODEL")
     except UserError:
-        if (folder / "config.json").is_file():  # only a whole conversion has its name
+        if (folder / "config.json").is_file():  # only a complete conversion has this name
             return folder
         raise
     if not folder.exists():
-        say(f"converting {source} to {BITS} bits, once, into {folder}")
-    wish = {"q_bits": BITS, "dtype": dtype}
+        log(f"converting {source} to {BITS} bits, once, into {folder}")
+    recipe: dict[str, Any] = {"q_bits": BITS, "dtype": dtype}
     try:
-        convert(source, folder, **wish, resume=True)
+        convert(source, folder, **recipe, resume=True)
     except UserError:
-        # Made from other files or by another version; or a real fault, which comes again.
-        convert(source, folder, **wish, overwrite=True)
+        # Converted from other files or by another version; or a real fault, which is raised again.
+        convert(source, folder, **recipe, overwrite=True)
     return folder

@@ -1,12 +1,13 @@
-"""Convert a Hugging Face checkpoint, a local folder or a hub id, to a folder that MLX runs.
+"""Convert a Hugging Face checkpoint, from a local folder or the hub, to a folder that MLX runs.
 
-Weights are streamed: memory holds a layer at a time, whatever the size. A conversion that was
-killed goes on with --resume.
+Weights are streamed, so that memory holds about one layer at a time. --resume continues a
+conversion that was interrupted.
 """
 
 import argparse
 import json
 import re
+from typing import Any
 
 from ..errors import UserError
 from ..weights.folders import HUB_ID
@@ -100,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def byte_size(text: str) -> int:
-    """An argparse type: bytes, with K, M, G or T."""
+    """A type for an option: bytes, with K, M, G or T."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?)b?", text.strip().lower())
     size = float(found[1]) * UNITS[found[2]] if found else 0
     if not 1 <= size <= LARGEST:
@@ -111,12 +112,12 @@ def byte_size(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     loading.check_folder(args.source)
     if args.q_mode != "affine" and args.q_bits is None and args.target_bpw is None:
-        args.q_bits = 8 if args.q_mode == "mxfp8" else 4  # its only choice
+        args.q_bits = 8 if args.q_mode == "mxfp8" else 4  # the only width of the mode
     if args.q_group_size is not None and args.q_bits is None and args.target_bpw is None:
         raise UserError("--q-group-size needs --q-bits N or --target-bpw X: add one of them")
     if args.upload_repo is not None and not HUB_ID.match(args.upload_repo):
-        raise UserError(f"--upload-repo {args.upload_repo}: give owner/name")
-    wish = {
+        raise UserError(f"--upload-repo {args.upload_repo} is not of the form owner/name")
+    recipe = {
         "dtype": args.dtype,
         "q_bits": args.q_bits,
         "q_group_size": args.q_group_size,
@@ -126,12 +127,12 @@ def run(args: argparse.Namespace) -> int:
         "dequantize": args.dequantize,
     }
     if args.plan:
-        return _plan(args, wish)
-    with exit_on_signals():  # SIGTERM too: what is finished is kept, the rest goes
-        return _convert(args, wish)
+        return _plan(args, recipe)
+    with exit_on_signals():  # on SIGTERM, too, finished files are kept and temporary ones removed
+        return _convert(args, recipe)
 
 
-def _convert(args: argparse.Namespace, wish: dict) -> int:
+def _convert(args: argparse.Namespace, recipe: dict[str, Any]) -> int:
     from ..convert import convert
     from ..weights import hub
 
@@ -139,7 +140,7 @@ def _convert(args: argparse.Namespace, wish: dict) -> int:
         report = convert(
             args.source,
             args.out,
-            **wish,
+            **recipe,
             revision=args.revision,
             resume=args.resume,
             overwrite=args.overwrite,
@@ -160,10 +161,12 @@ def _convert(args: argparse.Namespace, wish: dict) -> int:
     return 0
 
 
-def _plan(args: argparse.Namespace, wish: dict) -> int:
+def _plan(args: argparse.Namespace, recipe: dict[str, Any]) -> int:
     from ..convert import plan
 
-    found = plan(args.source, args.out, **wish, revision=args.revision, shard_bytes=args.shard_size)
+    found = plan(
+        args.source, args.out, **recipe, revision=args.revision, shard_bytes=args.shard_size
+    )
     if args.json:
         print(json.dumps(found.as_dict(), ensure_ascii=False))
     else:

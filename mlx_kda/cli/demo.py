@@ -1,7 +1,7 @@
-"""The whole way in under a minute: convert, ask, go on from a text, find a pass key, resume.
+"""Show everything in under a minute: convert, chat, continue a text, find a pass key, resume.
 
-Converts examples/tiny-kimi-linear of this project's repository, or the checkpoint named, into a
-temporary folder. Nothing is left behind.
+Converts examples/tiny-kimi-linear of this project's repository, or the given checkpoint, in a
+temporary folder that is removed at the end.
 """
 
 import argparse
@@ -27,7 +27,7 @@ EXAMPLE = (
     "  mlx-kda demo --tokens 8000 --policy window:1024+16\n"
     "  mlx-kda demo path/to/checkpoint --q-bits 8"
 )
-SHOWN = 512  # tokens of the long text between two lines about how it is read
+SHOWN = 512  # tokens of the long prompt between two lines of progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         _resume(session, answer, scratch / "demo.session")
     _explain(session, report.dtype, args.policy is not None)
     output.heading(
-        f"All of it took {time.perf_counter() - start:.0f} s. With Kimi Linear 48B it is"
+        f"All of this took {time.perf_counter() - start:.0f} s. For Kimi Linear 48B run:"
     )
     print("  mlx-kda convert moonshotai/Kimi-Linear-48B-A3B-Instruct kimi-4bit --q-bits 4")
     print("  mlx-kda chat kimi-4bit")
@@ -81,14 +81,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _convert(source: Path, out: Path, bits: int) -> "ConversionReport":
-    """Plan, convert and report, in front of the user."""
+    """Convert, and print the plan and the report."""
     from ..convert import convert, plan
     from ..demo import working_dtype
 
     dtype = working_dtype()
     output.heading(f"Converting {source} to {bits} bits")
-    wish = {"q_bits": bits, "dtype": dtype}
-    planned = plan(source, out, **wish)
+    recipe: dict[str, Any] = {"q_bits": bits, "dtype": dtype}
+    planned = plan(source, out, **recipe)
     kinds = " and ".join(f"{n} {kind.upper()}" for kind, n in planned.layers.items())
     output.detail(
         f"{planned.model_type}: {kinds} layers, {planned.parameters / 1e6:,.1f} M parameters; "
@@ -97,33 +97,35 @@ def _convert(source: Path, out: Path, bits: int) -> "ConversionReport":
     )
     with output.progress("converting", unit="MB") as bar:
         report = convert(
-            source, out, **wish, progress=lambda done, total, _: bar(done / 1e6, total / 1e6)
+            source, out, **recipe, progress=lambda done, total, _: bar(done / 1e6, total / 1e6)
         )
     kept = ", ".join(dict.fromkeys(report.kept.values()))
     output.detail(
-        f"{report.seconds:.1f} s: {report.how()}, {report.bits_per_weight:.2f} bits a weight; not "
-        f"quantised: {kept}"
+        f"{report.seconds:.1f} s: {report.how()}, {report.bits_per_weight:.2f} bits per weight; "
+        f"not quantised: {kept}"
     )
     if dtype is not None:
-        output.detail(f"(the rest in {dtype}: MLX's CPU build is slow at 16-bit matrices)")
+        output.detail(f"(the rest in {dtype}: MLX's CPU build multiplies 16-bit matrices slowly)")
     return report
 
 
 def _converse(model: Any, tokenizer: Any, policy: str, max_tokens: int) -> None:
-    """Three questions, where the model has a chat template, and a text to go on from."""
+    """Ask three questions if the model has a chat template, and continue a text."""
     from ..demo import OPENING, QUESTIONS
     from ..generate import Statistics
     from ..session import Session
 
     if tokenizer.has_chat_template:
-        output.heading("Three questions in one conversation; each turn reads its new tokens only")
+        output.heading(
+            "Three questions in one conversation; each turn processes only its new tokens"
+        )
         conversation = Session(model, tokenizer, policy)
         for question in QUESTIONS:
             statistics = Statistics()
             print(f"> {question}")
             _stream(conversation.send(question, max_tokens=max_tokens, statistics=statistics))
             output.detail(_rates(statistics))
-    output.heading("Going on from a text")
+    output.heading("Continuing a text")
     statistics = Statistics()
     text = Session(model, tokenizer, policy)
     text.prefill(OPENING)
@@ -134,7 +136,7 @@ def _converse(model: Any, tokenizer: Any, policy: str, max_tokens: int) -> None:
 
 
 def _find_key(model: Any, tokenizer: Any, policy: str, tokens: int) -> "tuple[Session, str]":
-    """Hide a pass key in a long text and ask for it, with memory and speed as it is read."""
+    """Hide a pass key in a long prompt and ask for it, showing memory and speed meanwhile."""
     from ..demo import KEY, KEY_QUESTION, haystack
     from ..session import Session
 
@@ -142,7 +144,7 @@ def _find_key(model: Any, tokenizer: Any, policy: str, tokens: int) -> "tuple[Se
     if session.context.limit is not None:
         tokens = min(tokens, session.context.limit // 2)
     text = haystack(tokenizer, tokens)
-    output.heading(f"A pass key, {KEY}, hidden in a text of {tokens:,} tokens")
+    output.heading(f"A pass key, {KEY}, hidden in a prompt of {tokens:,} tokens")
     start = time.perf_counter()
 
     def progress(done: int, total: int) -> None:
@@ -151,19 +153,23 @@ def _find_key(model: Any, tokenizer: Any, policy: str, tokens: int) -> "tuple[Se
 
     print(f"> ... {KEY_QUESTION}")
     answer = _stream(_ask(session, text, progress))
-    output.detail("right" if KEY in answer else "wrong: the model, its bits or the policy lost it")
+    output.detail(
+        "right"
+        if KEY in answer
+        else "wrong: the model, its quantisation or the cache policy lost it"
+    )
     return session, answer
 
 
 def _step() -> int:
-    """Tokens of the long text read at a time: few enough for its progress to be seen."""
+    """Tokens of the long prompt processed at a time, few enough to show progress."""
     from ..step import prefill_step
 
     return min(SHOWN, prefill_step())
 
 
 def _ask(session: "Session", text: str, progress: Any = None) -> "Iterator[Piece]":
-    """An answer to a message, or what follows a text where there is no chat template."""
+    """The answer to a message, or its continuation if there is no chat template."""
     if session.tokenizer.has_chat_template:
         return session.send(text, max_tokens=24, progress=progress)
     session.prefill(text, progress=progress)
@@ -171,7 +177,7 @@ def _ask(session: "Session", text: str, progress: Any = None) -> "Iterator[Piece
 
 
 def _reading(session: "Session", done: int, total: int, rate: float) -> str:
-    """Where the reading of a long text is, and what it holds."""
+    """A line of progress: tokens, speed and memory."""
     from ..generate import peak_memory
 
     held = {"kda": 0, "mla": 0}
@@ -185,7 +191,7 @@ def _reading(session: "Session", done: int, total: int, rate: float) -> str:
 
 
 def _resume(session: "Session", answer: str, path: Path) -> None:
-    """Save the session and load it; both must go on alike, without reading the text again."""
+    """Save the session and load it; both must continue alike, without processing anything again."""
     from ..demo import KEY_QUESTION
     from ..session import Session
 
@@ -201,15 +207,15 @@ def _resume(session: "Session", answer: str, path: Path) -> None:
     for _ in _ask(session, KEY_QUESTION):
         pass
     if resumed.tokens != session.tokens:
-        raise UserError("the resumed session went on differently: please report this")
+        raise UserError("the resumed session answered differently: please report this")
     output.detail(
         f"{size(path.stat().st_size)}, saved in {saved:.2f} s, loaded in {loaded:.2f} s; "
-        f"{known:,} tokens not read again; the same tokens as the session that stayed in memory"
+        f"{known:,} tokens not processed again; the same answer as the session in memory"
     )
 
 
 def _explain(session: "Session", dtype: str, asked: bool) -> None:
-    """Which kernels or operations ran, which cache policy, and why."""
+    """Print which kernels or operations ran, which cache policy, and why."""
     import mlx.core as mx
 
     from .. import doctor
@@ -224,17 +230,17 @@ def _explain(session: "Session", dtype: str, asked: bool) -> None:
     if model.runner != "ops":
         verdicts = list(doctor.check_model(model, getattr(mx, dtype), model.runner))
         good = sum(v.ok for v in verdicts)
-        print(f"self-check: {good} of {len(verdicts)} kernels agree with MLX's operations here")
+        print(f"self-check: {good} of {len(verdicts)} kernels agree with MLX's operations")
         for verdict in verdicts:
             output.detail(doctor.describe(verdict))
-    why = "as asked" if asked else "the default: nothing is left out or rounded"
+    why = "as requested" if asked else "the default: nothing is left out or rounded"
     print(f"cache policy: {session.policy}, {why}")
     for line in reports.describe_layers(session.layers(), len(session.tokens)):
         output.detail(line)
 
 
 def _paths(model: Any, dtype: str) -> dict[str, str]:
-    """What takes a chunk of a prompt and what takes one token, and why."""
+    """What runs a chunk of a prompt and what runs one token, and why."""
     import mlx.core as mx
 
     layer = model.kda_layers[0]
@@ -252,7 +258,7 @@ def _rates(statistics: "Statistics") -> str:
 
 
 def _stream(pieces: "Iterator[Piece]") -> str:
-    """Print pieces as they come; the whole text."""
+    """Print pieces as they arrive; returns the whole text."""
     text = []
     for piece in pieces:
         text.append(piece.text)

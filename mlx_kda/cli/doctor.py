@@ -1,4 +1,4 @@
-"""Check on this machine that the kernels compute what they should, and say what would run.
+"""Check the kernels against MLX's operations on this machine, and report what a model would use.
 
 Without MODEL the shapes of Kimi Linear 48B are checked, with random weights.
 """
@@ -64,12 +64,12 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report))
     elif runner == "ops":
-        print("no kernel to check; --runner emulator-fast runs their text on the CPU")
+        print("there are no kernels to check here: --runner emulator-fast runs them on the CPU")
     return 0 if all(v.ok for v in verdicts) else 1
 
 
 def _refuse_absent(runner: str) -> None:
-    """Raise UserError for the runner of a GPU that is not here."""
+    """Raise UserError if a runner's GPU is missing."""
     import mlx.core as mx
 
     for name, backend, what in (
@@ -83,7 +83,7 @@ def _refuse_absent(runner: str) -> None:
 
 
 def _verdicts(folder: str | None, heads: int, runner: str) -> Iterator[Any]:
-    """The checks of a model's kernels, or of kernels for the 48B's shapes with random weights."""
+    """The checks of a model's kernels, or of those for Kimi Linear 48B with random weights."""
     import mlx.core as mx
 
     from .. import doctor

@@ -1,7 +1,7 @@
-"""Answer one prompt, or go on from a text with --raw, streaming to standard output.
+"""Answer one prompt, or continue it with --raw; the output streams to standard output.
 
-With --session the session is kept in a file: a later run goes on from there without reading
-anything again, and Ctrl-C keeps what was read and said so far.
+With --session the session is saved to a file. A later run continues it without processing anything
+again, and Ctrl-C saves what was processed and generated so far.
 """
 
 import argparse
@@ -80,20 +80,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.raw and args.system is not None:
-        raise UserError("--system needs the chat template, which --raw leaves out: drop one")
+        raise UserError(
+            "--system needs the chat template, which --raw leaves out: drop one of them"
+        )
     loading.check_model(args.model)
     exists = check_session_file(args.session)
     prompt = _read_prompt(args)
     if prompt is None and not exists:
         raise UserError("no prompt: give --prompt TEXT, --prompt-file FILE or text on a pipe")
     if prompt is not None and not (prompt if args.raw else prompt.strip()):
-        raise UserError("the prompt is empty: give some text")
+        raise UserError("the prompt is empty")
     with SessionFile(args.session) as file:
         return _generate(args, prompt, file)
 
 
 def _generate(args: argparse.Namespace, prompt: str | None, file: SessionFile) -> int:
-    """Answer or go on, and keep the session; the exit status."""
+    """Answer the prompt or continue the session, and save it; the exit status."""
     args.model = loading.local_folder(args.model)
 
     from ..generate import Statistics
@@ -115,7 +117,7 @@ def _generate(args: argparse.Namespace, prompt: str | None, file: SessionFile) -
             except Stopped:
                 pass
             except UserError:
-                raise  # the file of before is worth more than what an error left
+                raise  # the file as it was is worth more than what an error left
             except BaseException:
                 file.save(session)
                 raise
@@ -128,20 +130,20 @@ def _generate(args: argparse.Namespace, prompt: str | None, file: SessionFile) -
         statistics.finish_reason = "interrupted"
     _report(args, session, "".join(text), tokens, ids, statistics)
     if stop:
-        kept = f"; {args.session} goes on from here" if args.session is not None else ""
-        output.note(f"mlx-kda: interrupted{kept}")
+        saved = f"; the session is saved in {args.session}" if args.session is not None else ""
+        output.note(f"mlx-kda: interrupted{saved}")
         return stop.status
     return 0
 
 
 def _open(args: argparse.Namespace, prompt: str | None, exists: bool) -> "Session":
-    """The session of the file, if it ``exists``, or a new one, once it is known to fit."""
+    """The session of the file if it ``exists``, or a new one; UserError if it cannot fit."""
     from ..tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(args.model)
     ids = tokenizer.encode(prompt or "")
     limit = loading.check_model(args.model).model_max_length
-    if len(ids) > limit:  # known before the weights are read
+    if len(ids) > limit:  # checked before the weights are loaded
         raise UserError(
             f"the prompt of {len(ids):,} tokens is longer than the model's context of {limit:,}: "
             "shorten it"
@@ -164,7 +166,7 @@ def _start(
     statistics: "Statistics",
     progress: Any,
 ) -> "tuple[list[int], Iterator[Piece]]":
-    """The prompt's ids, and the pieces to come."""
+    """The prompt's ids, and the pieces of the answer."""
     from ..generate import encode_prompt, stream_generate
 
     sampling = {
@@ -179,7 +181,7 @@ def _start(
         return ids, stream_generate(
             session.context.model,
             session.tokenizer,
-            _unread(ids, session.context.tokens),
+            _new_ids(ids, session.context.tokens),
             context=session.context,
             prefill_step=args.prefill_step,
             every=session.checkpoint_every,
@@ -188,15 +190,17 @@ def _start(
         )
     messages = [*session.messages, {"role": "user", "content": prompt}]
     if len(messages) > 2 and messages[-2]["content"] == "" and messages[-3] == messages[-1]:
-        messages = messages[:-2]  # a run before was interrupted while it read this very prompt
+        messages = messages[
+            :-2
+        ]  # an earlier run was interrupted while it processed this very prompt
     pieces = session.send(messages, progress=progress, **sampling)
     return session.transcript.ids, pieces
 
 
-def _unread(ids: list[int], read: list[int]) -> list[int]:
-    """What of a text is to be read: the rest, where a run before came through part of it or all."""
-    shared = min(len(ids), len(read))
-    return ids[shared:] if ids[:shared] == read[:shared] else ids
+def _new_ids(ids: list[int], absorbed: list[int]) -> list[int]:
+    """The ids of a raw prompt to process: not those that an earlier run processed already."""
+    shared = min(len(ids), len(absorbed))
+    return ids[shared:] if ids[:shared] == absorbed[:shared] else ids
 
 
 def _report(
@@ -227,7 +231,7 @@ def _report(
 
 
 def _read_prompt(args: argparse.Namespace) -> str | None:
-    """The prompt as text; None where none was given and a terminal is no source of one."""
+    """The prompt; None if none was given, and standard input is a terminal or empty."""
     if args.prompt is not None and args.prompt != "-":
         return args.prompt
     from_input = "-" in (args.prompt, args.prompt_file)
@@ -245,5 +249,5 @@ def _read_prompt(args: argparse.Namespace) -> str | None:
         raise UserError(f"cannot read {args.prompt_file}: {error.strerror}") from None
     if not text and not from_input and args.prompt_file is None:
         return None  # neither a pipe nor a terminal
-    # A file's last line break is part of a text to go on from, and no part of a message.
+    # A final line break belongs to a raw prompt, not to a message.
     return text if args.raw else text.removesuffix("\n")

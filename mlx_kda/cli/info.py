@@ -1,6 +1,6 @@
-"""What a checkpoint is and what running it takes, from its config and file headers alone.
+"""Describe a checkpoint and the memory that it needs.
 
-Works on folders of Hugging Face and of MLX; no weights are read.
+Only the config and the file headers are read, no weights. Works with Hugging Face and MLX folders.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from . import loading, reports
 from .options import add_context, add_json, add_model, add_policy
 from .output import print_table
 
-SUMMARY = "what a checkpoint is and takes"
+SUMMARY = "describe a checkpoint and the memory it needs"
 EXAMPLE = (
     "mlx-kda info kimi-4bit\n"
     "  mlx-kda info kimi-4bit --policy window:4096+16,int8 --context 1000000\n"
@@ -39,12 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     folder = find_folder(args.model)
     if folder is None:
-        raise UserError(f"{args.model}: no such folder; info reads local folders")
+        raise UserError(f"{args.model} is not a local folder: download it first")
     raw = read_json(folder)
     family(raw)
     report = describe(folder, args.policy or "exact", args.context)
     if args.json:
-        report.pop("cache_lines", None)  # the same in words
+        report.pop("cache_lines", None)  # for people only
         print(json.dumps(report, ensure_ascii=False))
     else:
         print_table(_rows(report))
@@ -54,9 +54,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(folder: Path, policy: str | Policy = "exact", context: int = 131072) -> dict[str, Any]:
-    """The report as plain data; sizes in bytes, the cache under ``policy``.
+    """The report as plain data: sizes in bytes, the cache under ``policy``.
 
-    A whole checkpoint that cannot run is described too, with the reason under "problem".
+    A complete checkpoint that cannot run is described, too, with the reason under "problem".
     """
     from ..convert import inspect
 
@@ -74,7 +74,7 @@ def describe(folder: Path, policy: str | Policy = "exact", context: int = 131072
 
 
 def _running(config: Any, dtypes: list[str], policy: str | Policy, context: int) -> dict[str, Any]:
-    """What running it takes and which path its KDA layers go."""
+    """The cache that running it needs, and what runs its KDA layers."""
     from ..cache.policy import describe as describe_cache
     from ..models.hybrid_config import KDA
     from ..plan import FLOATS, activation_dtype
@@ -99,7 +99,7 @@ def _running(config: Any, dtypes: list[str], policy: str | Policy, context: int)
 
 
 def _quantization(entry: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The default of a quantised model and how many modules depart from it."""
+    """The default of a quantised model and how many modules differ from it."""
     if not entry:
         return None
     default = {k: v for k, v in entry.items() if not isinstance(v, (dict, bool))}
@@ -112,7 +112,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("model", f"{report['model_type']}, {FORMATS[report['format']]}"),
         ("layers", f"{report['layers']}: {kinds}" if kinds else str(report["layers"])),
         ("parameters", _count(report["parameters"])),
-        ("weights", f"{size(report['nbytes'])}, {report['bits_per_weight']:.2f} bits a weight"),
+        ("weights", f"{size(report['nbytes'])}, {report['bits_per_weight']:.2f} bits per weight"),
         ("", ", ".join(f"{name} {size(n)}" for name, n in report["dtypes"].items())),
         ("quantised", _describe_quantization(report["quantization"])),
     ]
@@ -123,11 +123,11 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         *rows,
         ("KDA heads", _heads(report["kda_heads"], report["kda_value_heads"])),
-        ("experts", f"{experts}, {chosen} a token" if experts else "none"),
+        ("experts", f"{experts}, {chosen} per token" if experts else "none"),
         ("context", f"{report['context']:,} tokens"),
         ("computes in", report["dtype"]),
         *(("cache" if i == 0 else "", line) for i, line in enumerate(report["cache_lines"])),
-        ("cache in all", f"{cache}; {size(report['latent_bytes_per_token'])} a token"),
+        ("cache in total", f"{cache}; {size(report['latent_bytes_per_token'])} per token"),
         *((f"{name} runs", text) for name, text in report["ops"].items()),
     ]
 
@@ -143,7 +143,7 @@ def _describe_quantization(quantization: dict[str, Any] | None) -> str:
     rest = dict(quantization)
     own = rest.pop("exceptions")
     text = ", ".join(f"{key} {value}" for key, value in rest.items())
-    return f"{text}; {own} modules otherwise" if own else text
+    return f"{text}; {own} modules differ" if own else text
 
 
 def _count(n: int) -> str:

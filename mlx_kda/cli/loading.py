@@ -1,6 +1,6 @@
-"""The checkpoints that commands are given: whether they can run, fit the memory, and the model.
+"""The model and session of a command, and whether they can be used and fit in memory.
 
-What the names, the config and the file headers tell is checked before MLX is imported.
+What names and config.json show is checked before MLX is imported.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""The program ``mlx-kda``: finds the command, runs it, and turns every failure into one line.
+"""The program ``mlx-kda``: finds and runs a command, and reports every failure in one line.
 
-Only the standard library is imported here and at the top of the commands, so that ``--help``
-answers at once; a command imports what it needs when it runs.
+Neither this module nor the commands import MLX at the top, so that ``--help`` and mistakes are
+answered at once; a command imports what it needs when it runs.
 """
 
 import argparse
@@ -19,10 +19,10 @@ from .output import note, prepare_output
 from .signals import interrupt_once
 
 COMMANDS = ("convert", "verify", "plan", "generate", "chat", "info", "bench", "doctor", "demo")
-MODULES = {"bench": "measure"}  # of commands that are not named as their module
+MODULES = {"bench": "measure"}  # of commands that are not named like their module
 
-# Set for MLX before it is imported, unless the user has. From the M5 on it rounds float32 products
-# to about TF32 otherwise, the router's too, where a rounding can tip the choice of an expert.
+# Set before MLX is imported, unless the user has set them. By default MLX rounds float32 matrix
+# products to about TF32 from the M5 on, also in the router, where that can change the experts.
 MLX_SETTINGS = {"MLX_ENABLE_TF32": "0"}
 
 # Exit statuses: 2 for a user's mistake (argparse's own), 128 + signal number as shells have it.
@@ -33,10 +33,10 @@ BROKEN_PIPE = 141  # 128 + SIGPIPE, which the signal module lacks on some system
 
 
 def build_parser() -> Parser:
-    """The parser of all the commands. Each command's module adds its own."""
+    """The parser of all commands; each command's module adds its own options."""
     parser = Parser(
         prog="mlx-kda",
-        description="Kimi Delta Attention models on Apple Silicon: convert, look at, run.",
+        description="Convert, inspect and run Kimi Delta Attention models on Apple Silicon.",
         epilog="example:\n  mlx-kda convert path/to/Kimi-Linear kimi-4bit --q-bits 4\n"
         "  mlx-kda chat kimi-4bit",
     )
@@ -57,7 +57,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status. A bad flag leaves through argparse's SystemExit(2)."""
+    """Run one command; the exit status. Bad arguments raise argparse's SystemExit(2)."""
     args = argparse.Namespace(debug=False)
     try:
         if argv is None:  # the program itself
@@ -75,16 +75,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv is None:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         status = _fail(args.debug, "interrupted", INTERRUPTED)
-        if argv is None:  # another Ctrl-C while the program ends ends it without a word
+        if argv is None:  # one more Ctrl-C while the program exits kills it silently
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         return status
     except BrokenPipeError:
-        # Nobody reads any more. Python would complain once more when it flushes at its end.
+        # Nobody reads the output. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except Exception as error:
         what = " ".join(str(error).split())
-        hint = "" if args.debug else " (mlx-kda --debug ... shows where)"
+        hint = "" if args.debug else " (run mlx-kda --debug ... for the traceback)"
         return _fail(args.debug, f"{type(error).__name__}: {what}{hint}", UNEXPECTED)
 
 

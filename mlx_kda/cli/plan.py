@@ -1,7 +1,6 @@
-"""What a model takes at a context, under each cache policy, beside this machine's memory.
+"""Predict the memory that a model needs at a context length, under each cache policy.
 
-From its config and file headers alone; no weights are read. Works on folders of Hugging Face and
-of MLX.
+Only the config and the file headers are read, no weights. Works with Hugging Face and MLX folders.
 """
 
 import argparse
@@ -13,7 +12,7 @@ from . import loading, output
 from .options import add_context, add_json, add_model, add_policy, add_prefill_step
 from .output import print_table
 
-SUMMARY = "what a model takes at a context, before it runs"
+SUMMARY = "predict the memory that a model needs at a context length"
 EXAMPLE = (
     "mlx-kda plan kimi-4bit --context 131072\n"
     "  mlx-kda plan kimi-4bit --context 1000000 --policy window:8192+64,int8 --json"
@@ -80,7 +79,7 @@ def _print(args: argparse.Namespace, dtype: str, memory: Any, needs: list[Any]) 
         f"({memory.source})"
     )
     output.paragraph(
-        f"working set: predicted, for prompts read {args.prefill_step:,} tokens at a time; a "
-        "window and fewer bits are approximations"
+        f"working set: predicted for a prefill step of {args.prefill_step:,} tokens; "
+        "windows and int8 or int4 are approximations"
     )
-    output.paragraph(f"a session holds up to {size(DEFAULT_BUDGET)} of session checkpoints besides")
+    output.paragraph(f"a session also holds up to {size(DEFAULT_BUDGET)} of session checkpoints")

@@ -1,4 +1,4 @@
-"""Statistics, caches and kernels in words."""
+"""Statistics, caches and kernels as lines of text."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,33 +10,33 @@ if TYPE_CHECKING:
 
 _ENDS = {
     "stop": "an end token",
-    "length": "--max-tokens or the context's end",
+    "length": "--max-tokens or the end of the context",
     "interrupted": "a signal",
 }
 
 
 def describe(statistics: "Statistics") -> list[str]:
-    """The statistics of one generation, as lines."""
+    """The statistics of one generation."""
     s = statistics
     reused = f", {s.reused_tokens:,} reused" if s.reused_tokens else ""
     by = "MLX" if s.peak_memory_source == "mlx" else "the whole process"
-    guessed = (
-        [f"speculation: {s.accepted_tokens:,} of {s.drafted_tokens:,} guessed tokens were right"]
+    drafted = (
+        [f"speculation: {s.accepted_tokens:,} of {s.drafted_tokens:,} drafted tokens were accepted"]
         if s.drafted_tokens
         else []
     )
     return [
         f"prompt: {s.prefilled_tokens:,} tokens prefilled, {s.prompt_tps:.1f} tokens/s{reused}",
         f"answer: {s.generation_tokens:,} tokens generated, {s.generation_tps:.1f} tokens/s"
-        + (f", ended by {_ENDS[s.finish_reason]}" if s.finish_reason else ""),
-        *guessed,
+        + (f", stopped by {_ENDS[s.finish_reason]}" if s.finish_reason else ""),
+        *drafted,
         f"cache: {size(s.cache_bytes)}, policy {s.policy}",
         f"peak memory: {size(s.peak_memory)} ({by})",
     ]
 
 
 def describe_layers(layers: "list[LayerReport]", tokens: int) -> list[str]:
-    """What is in force in each layer's cache, layers that are alike on one line."""
+    """What each layer's cache keeps, with layers that are alike on one line."""
     groups: dict[tuple, list[LayerReport]] = {}
     for layer in layers:
         groups.setdefault((layer.kind, layer.in_force, layer.asked), []).append(layer)
@@ -55,7 +55,7 @@ def describe_layers(layers: "list[LayerReport]", tokens: int) -> list[str]:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Ascending numbers with runs shortened: 0-2, 4-6."""
+    """Ascending numbers with runs shortened, as in 0-2, 4-6."""
     runs: list[list[int]] = []
     for n in numbers:
         if runs and n == runs[-1][-1] + 1:

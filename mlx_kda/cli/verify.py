@@ -1,7 +1,7 @@
-"""Check a converted folder, and with --source compare its weights and logits with the source's.
+"""Check a converted folder, and with --source compare its weights and logits with the source.
 
-Both are streamed, an expert at a time, so they need not fit the memory. Exit status 1 where a bound
-is passed.
+Both are streamed, one expert at a time, so neither has to fit in memory. The exit status is 1 if a
+check fails.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from .output import print_table
 if TYPE_CHECKING:
     from ..convert import Verification
 
-SUMMARY = "check a converted folder, and compare it with its source"
+SUMMARY = "check a converted model, and compare it with its source"
 EXAMPLE = (
     "mlx-kda verify kimi-4bit\n"
     "  mlx-kda verify kimi-4bit --source path/to/Kimi-Linear-48B-A3B-Instruct --tokens text.txt"
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         for name in ("tokens", "revision", "max_kl", "min_top1"):
             if getattr(args, name) is not None:
                 flag = "--" + name.replace("_", "-")
-                raise UserError(f"{flag} needs --source: without one nothing is compared")
+                raise UserError(f"{flag} needs --source, the checkpoint to compare with")
     _check_converted(args.folder)
     if args.source is not None:
         loading.check_folder(args.source)
@@ -100,7 +100,7 @@ def _check_converted(path: str) -> None:
     if not path.strip():
         raise UserError("the name of the converted folder is empty")
     if not (Path(path) / "config.json").is_file():
-        raise CheckpointError(f"{path} is no converted model: it has no config.json")
+        raise CheckpointError(f"{path} is not a converted model: it has no config.json")
 
 
 def _print(found: "Verification") -> None:
@@ -108,4 +108,4 @@ def _print(found: "Verification") -> None:
     print_table(rows, ("", "check", "found", "bound"))
     failed = sum(not check.ok for check in found.checks)
     checks_failed = f"{failed} check{'' if failed == 1 else 's'} failed"
-    output.paragraph(f"{found.folder}: " + (checks_failed if failed else "all is well"))
+    output.paragraph(f"{found.folder}: " + (checks_failed if failed else "all checks passed"))

@@ -92,7 +92,6 @@ def test_a_turn_stopped_while_reading_says_how_to_take_it_back(tiny_model, monke
 
 
 def test_two_slashes_begin_a_message_with_one(chat, tiny_model):
-    """No message could begin with / before."""
     status, out, err = chat("//etc/hosts is what?\n")
     assert (status, err) == (0, "")
     assert out == cold_answers(tiny_model, ["/etc/hosts is what?"])[0] + "\n"

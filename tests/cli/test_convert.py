@@ -1,14 +1,14 @@
 """``mlx-kda convert`` and ``info``: reports, and mistakes that leave nothing behind."""
 
 import json
-import re
 import shutil
 
 import mlx.core as mx
 import pytest
-from helpers.tiny_checkpoint import CONFIG, write_checkpoint
+from helpers.tiny_checkpoint import CONFIG
 
 from mlx_kda.cli.main import main
+from mlx_kda.context import Context
 
 
 @pytest.fixture
@@ -39,123 +39,30 @@ def test_convert_json(tiny_hf, tmp_path, capsys):
     assert report["bytes_out"] < report["bytes_in"] and report["quantization"] is None
 
 
-def missing_folder(folder):
-    shutil.rmtree(folder)
-
-
-def no_config(folder):
-    (folder / "config.json").unlink()
-
-
-def config_no_json(folder):
-    (folder / "config.json").write_text("{")
-
-
-def unknown_model_type(folder):
-    edit(folder / "config.json", model_type="frobnicator")
-
-
-def unknown_feature(folder):
-    edit(folder / "config.json", mla_use_nope=False)
-
-
-def no_weights(folder):
-    for file in folder.glob("*.safetensors*"):
-        file.unlink()
-
-
-def missing_shard(folder):
-    next(iter(sorted(folder.glob("*.safetensors")))).unlink()
-
-
-def truncated_shard(folder):
-    shard = sorted(folder.glob("*.safetensors"))[-1]
+def test_a_bad_source_is_one_line_and_leaves_nothing(copy, tmp_path, capsys):
+    shard = sorted(copy.glob("*.safetensors"))[-1]
     shard.write_bytes(shard.read_bytes()[:-100])
-
-
-def empty_shard(folder):
-    sorted(folder.glob("*.safetensors"))[-1].write_bytes(b"")
-
-
-def _resave(folder, change):
-    for shard in sorted(folder.glob("*.safetensors")):
-        tensors = mx.load(str(shard))
-        mx.eval(tensors)
-        if change(tensors):
-            mx.save_safetensors(str(shard), tensors)
-    (folder / "model.safetensors.index.json").unlink()
-
-
-def missing_tensor(folder):
-    _resave(folder, lambda tensors: tensors.pop("model.norm.weight", None) is not None)
-
-
-def left_over_tensor(folder):
-    def add(tensors):
-        if "model.norm.weight" in tensors:
-            tensors["model.frob.weight"] = mx.zeros((3,))
-        return "model.norm.weight" in tensors
-
-    _resave(folder, add)
-
-
-FAULTS = {
-    missing_folder: "hf",
-    no_config: "config.json",
-    config_no_json: "config.json",
-    unknown_model_type: "frobnicator",
-    unknown_feature: "mla_use_nope",
-    no_weights: "safetensors",
-    missing_shard: "model-00001-of-00002.safetensors",
-    truncated_shard: "truncated",
-    empty_shard: "truncated",
-    missing_tensor: "model.norm.weight",
-    left_over_tensor: "model.frob.weight",
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_bad_source_is_one_line_and_leaves_nothing(fault, copy, tmp_path, capsys):
-    fault(copy)
     before = sorted(tmp_path.iterdir())
     assert main(["convert", str(copy), str(tmp_path / "out")]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("mlx-kda: ") and err.count("\n") == 1
-    assert FAULTS[fault] in err
-    assert sorted(tmp_path.iterdir()) == before
+    assert "truncated" in err and sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [fault for fault in FAULTS if fault is not missing_shard],  # a small model is one file
-    ids=lambda fault: fault.__name__,
-)
-def test_a_bad_model_is_one_line_to_generate_too(fault, tiny_mlx, tmp_path, capsys):
-    folder = shutil.copytree(tiny_mlx, tmp_path / "hf")
-    fault(folder)
-    assert main(["generate", str(folder), "--prompt", "x"]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("mlx-kda: ") and err.count("\n") == 1
-    assert FAULTS[fault] in err
-
-
-def test_an_existing_output_is_kept(tiny_hf, tmp_path, capsys):
+def test_overwrite_replaces_only_what_mlx_kda_wrote(tiny_hf, tmp_path, capsys):
     out = tmp_path / "out"
+    command = ["convert", str(tiny_hf), str(out)]
     out.mkdir()
     (out / "thesis.txt").write_text("mine")
-    assert main(["convert", str(tiny_hf), str(out)]) == 2
-    assert "exists" in capsys.readouterr().err
-    assert main(["convert", str(tiny_hf), str(out), "--overwrite"]) == 2
+    assert main(command) == 2 and "exists" in capsys.readouterr().err
+    assert main([*command, "--overwrite"]) == 2
     assert "not written by mlx-kda" in capsys.readouterr().err
     assert (out / "thesis.txt").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
-
-
-def test_overwrite_replaces_an_older_conversion(tiny_hf, tmp_path, capsys):
-    out = str(tmp_path / "out")
-    assert main(["convert", str(tiny_hf), out]) == 0
-    assert main(["convert", str(tiny_hf), out]) == 2
-    assert main(["convert", str(tiny_hf), out, "--overwrite", "--dtype", "float16"]) == 0
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "float16"
+    shutil.rmtree(out)
+    assert main(command) == 0
+    assert main(command) == 2
+    assert main([*command, "--overwrite", "--dtype", "float16"]) == 0
+    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "float16"
 
 
 def test_quantisation_flags_without_bits(tiny_hf, tmp_path, capsys):
@@ -171,7 +78,6 @@ def test_quantisation_flags_without_bits(tiny_hf, tmp_path, capsys):
 
 @pytest.mark.parametrize("mode, bits", [("mxfp4", 4), ("nvfp4", 4), ("mxfp8", 8)])
 def test_a_mode_of_one_width_needs_no_bits(tiny_hf, tmp_path, mode, bits):
-    """It was refused with the bits that it needs."""
     assert main(["convert", str(tiny_hf), str(tmp_path / "out"), "--q-mode", mode]) == 0
     packed = json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]
     assert (packed["mode"], packed["bits"]) == (mode, bits)
@@ -179,7 +85,6 @@ def test_a_mode_of_one_width_needs_no_bits(tiny_hf, tmp_path, mode, bits):
 
 @pytest.mark.parametrize("command", ["convert", "plan", "verify"])
 def test_a_revision_of_a_local_folder_is_refused(tiny_hf, tiny_mlx, tmp_path, capsys, command):
-    """It used to be ignored without a word."""
     arguments = {
         "convert": ["convert", str(tiny_hf), str(tmp_path / "out")],
         "plan": ["convert", str(tiny_hf), str(tmp_path / "out"), "--plan"],
@@ -189,15 +94,6 @@ def test_a_revision_of_a_local_folder_is_refused(tiny_hf, tiny_mlx, tmp_path, ca
     out, err = capsys.readouterr()
     assert out == "" and "--revision is for hub ids" in err and err.count("\n") == 1
     assert not list(tmp_path.iterdir())
-
-
-def test_bytes_have_one_spelling(tiny_hf, tmp_path, capsys):
-    """kB stood beside KB: sizes come from one function."""
-    for more in (["--plan"], ["--plan", "--target-bpw", "9"], ["--q-bits", "8"]):
-        assert main(["convert", str(tiny_hf), str(tmp_path / "out"), *more]) == 0
-    text = capsys.readouterr().out + (tmp_path / "out" / "README.md").read_text()
-    assert set(re.findall(r"[\d.]+ (\w*[bB])\b", text)) <= {"B", "KB", "MB", "GB"}
-    assert "KB" in text
 
 
 def test_info_of_both_forms(tiny_hf, tiny_mlx, capsys):
@@ -219,9 +115,6 @@ def test_info_of_both_forms(tiny_hf, tiny_mlx, capsys):
 
 
 def test_info_state_and_latents_are_what_the_cache_holds(tiny_mlx, tiny_model, capsys):
-    """The bytes that info predicts are those of a cache in use."""
-    from mlx_kda.context import Context
-
     assert main(["info", str(tiny_mlx), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     context = Context(tiny_model[0])
@@ -258,7 +151,6 @@ def test_info_in_words(tiny_hf, tmp_path, capsys):
 def test_a_config_with_a_value_of_a_wrong_kind_is_one_line_everywhere(
     copy, tmp_path, capsys, damage
 ):
-    """`info`, `plan`, `verify` and `convert` used to show Python's words for some of these."""
     edit(copy / "config.json", **damage)
     for command in (
         ["info", str(copy)],
@@ -280,38 +172,3 @@ def test_info_describes_what_cannot_run(copy, capsys):
     out, err = capsys.readouterr()
     assert "problem" in out and "mla_use_nope" in out
     assert err.count("\n") == 1 and "cannot run: config.json: mla_use_nope" in err
-
-
-def test_info_counts_a_real_size(tmp_path, capsys):
-    """Kimi Linear 48B's own shapes: 42 MB of state, 8,064 bytes of latents a token."""
-    from mlx_kda.models.kimi_linear import KimiLinearConfig
-    from mlx_kda.plan import need
-
-    full = [4, 8, 12, 16, 20, 24, 27]
-    config = KimiLinearConfig.from_dict(
-        {
-            **CONFIG,
-            "num_hidden_layers": 27,
-            "num_attention_heads": 32,
-            "qk_rope_head_dim": 64,
-            "kv_lora_rank": 512,
-            "linear_attn_config": {
-                "kda_layers": [i for i in range(1, 28) if i not in full],
-                "full_attn_layers": full,
-                "num_heads": 32,
-                "head_dim": 128,
-                "short_conv_kernel_size": 4,
-            },
-        }
-    )
-    at = [need(config, 0, mx.bfloat16, n) for n in (1000, 1001)]
-    assert at[1].latents - at[0].latents == 8064
-    state = 20 * 32 * 128 * 128 * 4
-    assert at[0].states == state + 20 * 3 * 3 * 4096 * 2
-
-
-def test_write_checkpoint_is_a_checkpoint(tmp_path):
-    """The helper of these tests differs by seed, so that nothing passes by weights of zero."""
-    a, b = (write_checkpoint(tmp_path / str(s), seed=s) for s in (1, 2))
-    name = "model-00001-of-00002.safetensors"
-    assert (a / name).read_bytes() != (b / name).read_bytes()

@@ -1,11 +1,14 @@
 """Simple mistakes are told in one line before anything heavy is imported."""
 
+import argparse
 import json
 import subprocess
 import sys
 
 import pytest
 
+from mlx_kda.cli import options
+from mlx_kda.cli.convert import byte_size
 from mlx_kda.cli.main import COMMANDS, build_parser, main
 
 # Runs commands one after the other and reports what each told and what was imported by then.
@@ -111,7 +114,6 @@ def test_a_wrong_model_is_told_at_once(here):
 MISTAKES = [
     (["generate", "model", "--prompt", ""], "the prompt is empty"),
     (["generate", "model", "--prompt-file", "empty.txt"], "the prompt is empty"),
-    (["generate", "model", "--prompt-file", "blank.txt"], "the prompt is empty"),
     (["generate", "model", "--prompt", " \n\t "], "the prompt is empty"),
     (["generate", "model", "--prompt", "-"], "the prompt is empty"),
     (["generate", "model"], "no prompt: give --prompt TEXT, --prompt-file FILE or text on a pipe"),
@@ -151,19 +153,14 @@ MISTAKES = [
     (["convert", "llama.gguf", "out"], "is a GGUF file"),
     (["convert", "", "out"], "the name of the checkpoint is empty"),
     (["convert", "model", ""], "OUT: the name is empty"),
-    (["convert", "model", "out", "--q-bits", "4bit"], "'4bit' is not one of 2, 3, 4, 5, 6, 8"),
     (["convert", "model", "out", "--q-group-size", "48"], "'48' is not one of 16, 32, 64, 128"),
-    (["convert", "model", "out", "--shard-size", "5X"], "'5X' is not a size like 500M or 5G"),
     (["chat", "begun"], "begun.partial beside it holds an unfinished conversion"),
-    (
-        ["generate", "a/begun", "--prompt", "x"],
-        "begun.partial beside it holds an unfinished conversion",
-    ),
+    (["generate", "a/begun", "--prompt", "x"], "begun.partial beside it holds an unfinished"),
     (["verify", ""], "the name of the converted folder is empty"),
     (["verify", "model", "--source", ""], "the name of the checkpoint is empty"),
     (["verify", "model", "--tokens", "notes.txt"], "--tokens needs --source"),
     (["bench", "all", "--report", ""], "--report: the name is empty"),
-    (["verify", "nowhere"], "nowhere is no converted model"),
+    (["verify", "nowhere"], "nowhere is not a converted model"),
     (["verify", "model", "--source", "nowhere"], "nowhere: no such folder"),
     (["bench", "model", "nowhere"], "nowhere: no such folder"),
     (["bench", "op", "--row", "odd"], "invalid choice: 'odd'"),
@@ -172,8 +169,12 @@ MISTAKES = [
     (["plan", "model", "--policy", "window:0"], "a window holds at least 1 token"),
     (["doctor", "--runner", "abacus"], "invalid choice: 'abacus'"),
     (["convert", "model", "out", "--dtype", "int8"], "invalid choice: 'int8'"),
-    (["generate", "model", "--prompt", "x", "--top-p", "2"], "between 0 and 1"),
     (["frobnicate"], "invalid choice: 'frobnicate'"),
+    ([], "the following arguments are required: COMMAND"),
+    (["convert", "only-a-source"], "required: OUT"),
+    (["convert", "a", "b", "--q-bit", "4"], "did you mean --q-bits?"),  # no abbreviations
+    (["generate", "m", "--prompt", "x", "--prompt-file", "y"], "not allowed with"),
+    (["chat", "m", "another"], "unrecognized arguments: another"),
 ]
 
 
@@ -185,61 +186,73 @@ def test_a_simple_mistake_is_told_at_once(here):
         assert heavy == [], argv
 
 
-SAMPLING = ["--max-tokens", "--temp", "--top-p", "--top-k", "--min-p", "--repetition-penalty"]
 WRONG = ["nan", "inf", "-1", "1e12", "x", "", "9" * 5000, "1" + "0" * 300 + ".5"]
-NUMBERS = {
-    **{("generate", "m", "--prompt", "x", option): WRONG for option in (*SAMPLING, "--seed")},
-    **{("chat", "m", option): WRONG for option in (*SAMPLING, "--seed", "--prefill-step")},
-    ("generate", "m", "--prompt", "x", "--prefill-step"): ["0", *WRONG],
-    ("plan", "m", "--context"): ["0", *WRONG],
-    ("plan", "m", "--prefill-step"): ["0", *WRONG],
-    ("info", "m", "--context"): ["0", *WRONG],
-    ("doctor", "--heads"): ["0", "1.5", *WRONG],
-    ("demo", "--tokens"): ["0", *WRONG],
-    ("demo", "--max-tokens"): ["0", *WRONG],
-    ("demo", "--q-bits"): ["0", "7", *WRONG],
-    ("verify", "m", "--max-tokens"): ["0", *WRONG],
-    ("verify", "m", "--max-kl"): ["nan", "-1", "x"],
-    ("verify", "m", "--min-top1"): ["nan", "-1", "1.5", "x"],
-    ("convert", "a", "b", "--q-bits"): ["0", "7", *WRONG],
-    ("convert", "a", "b", "--q-group-size"): ["0", "7", *WRONG],
-    ("convert", "a", "b", "--target-bpw"): ["nan", "inf", "-1", "0", "x"],
-    ("convert", "a", "b", "--shard-size"): ["nan", "inf", "-1", "0", "x", "9" * 400 + "G"],
-    ("bench", "op", "--tokens"): ["0", "1,,2", "1,x", *WRONG],
-    ("bench", "op", "--budget"): WRONG,
-    ("bench", "op", "--samples"): ["0", *WRONG],
-    ("bench", "op", "--dim"): ["0", *WRONG],
-    ("bench", "op", "--batch"): ["0", *WRONG],
-    ("bench", "all", "--report", "x", "--budget"): WRONG,
+TYPES = {
+    "int": (options.number(int, 0, options.LARGEST), [*WRONG, "1.5"]),
+    "float": (options.number(float, 0, 1), [*WRONG, "2"]),
+    "numbers": (options.numbers, [*WRONG, "0", "1,,2", "1,x"]),
+    "one of": (options.one_of(2, 4), [*WRONG, "3"]),
+    "bytes": (byte_size, ["nan", "inf", "-1", "0", "x", "5X", "9" * 400 + "G"]),
 }
 
 
-@pytest.mark.parametrize(
-    ("argv", "value"), [(argv, value) for argv, values in NUMBERS.items() for value in values]
-)
-def test_numbers_out_of_range_are_one_line(argv, value, capsys):
-    with pytest.raises(SystemExit) as stop:
-        build_parser().parse_args([*argv[:-1], f"{argv[-1]}={value}"])
-    out, err = capsys.readouterr()
-    assert stop.value.code == 2 and out == "" and err.count("\n") == 1
-    assert argv[-1] in err and len(err) < 300
+@pytest.mark.parametrize("kind", TYPES)
+def test_values_of_a_wrong_kind_or_size_are_refused(kind):
+    parse, values = TYPES[kind]
+    for value in values:
+        with pytest.raises(argparse.ArgumentTypeError, match="is not "):
+            parse(value)
 
 
-def test_numbers_at_the_ends_of_their_ranges_are_taken():
-    flags = "--temp 100 --top-p 1 --min-p 1 --top-k 1000000000 --seed 18446744073709551615"
-    args = build_parser().parse_args(["chat", *flags.split(), "--max-tokens=0", "--temp=1e-300"])
-    assert args.seed == 2**64 - 1 and args.temp == 1e-300 and args.max_tokens == 0
+BOUNDS = {
+    ("chat", "--max-tokens"): ("0", 10**9),
+    ("chat", "--temp"): ("1e-300", 100),
+    ("chat", "--top-p"): (0, 1),
+    ("chat", "--top-k"): (0, 10**9),
+    ("chat", "--min-p"): (0, 1),
+    ("chat", "--repetition-penalty"): (0.1, 10),
+    ("chat", "--seed"): (0, 2**64 - 1),
+    ("chat", "--prefill-step"): (1, 10**9),
+    ("plan", "m", "--context"): (1, 10**9),
+    ("doctor", "--heads"): (1, 1024),
+    ("demo", "--tokens"): (64, None),
+    ("demo", "--max-tokens"): (1, None),
+    ("demo", "--q-bits"): (2, 8),
+    ("verify", "m", "--max-tokens"): (2, None),
+    ("verify", "m", "--max-kl"): (0, None),
+    ("verify", "m", "--min-top1"): (0, 1),
+    ("convert", "a", "b", "--q-bits"): (2, 8),
+    ("convert", "a", "b", "--q-group-size"): (16, 128),
+    ("convert", "a", "b", "--target-bpw"): (2, 16),
+    ("bench", "op", "--budget"): (0.1, None),
+    ("bench", "op", "--samples"): (3, None),
+    ("bench", "op", "--dim"): (1, None),
+}
+
+
+@pytest.mark.parametrize("argv", BOUNDS, ids=" ".join)
+def test_options_have_bounds(argv, capsys):
+    """The ends of a range are accepted; what lies beyond is refused in one line that names it."""
+    parser, (*words, option) = build_parser(), argv
+    for end, beyond in zip(BOUNDS[argv], (-1, 2 * (BOUNDS[argv][1] or 0)), strict=True):
+        if end is None:
+            continue
+        args = parser.parse_args([*words, f"{option}={end}"])
+        value = getattr(args, option[2:].replace("-", "_"))
+        assert value == type(value)(end)
+        with pytest.raises(SystemExit, match="2"):
+            parser.parse_args([*words, f"{option}={beyond}"])
+        err = capsys.readouterr().err
+        assert option in err and err.count("\n") == 1 and len(err) < 300
 
 
 def test_a_size_may_have_a_unit():
     sizes = {"500M": 5 * 10**8, "1.5gb": 15 * 10**8, "2T": 2 * 10**12, "7": 7}
-    for text, wanted in sizes.items():
-        args = build_parser().parse_args(["convert", "a", "b", "--shard-size", text])
-        assert args.shard_size == wanted
+    assert {text: byte_size(text) for text in sizes} == sizes
 
 
-def test_a_blank_text_may_be_gone_on_from(tiny_mlx, capsys):
-    """White space is no message, but it can be the beginning of a text."""
+def test_a_blank_raw_prompt_is_accepted(tiny_mlx, capsys):
+    """White space is no message, but a text can begin with it."""
     flags = ["generate", str(tiny_mlx), "--prompt", "  ", "--max-tokens", "1"]
     assert main([*flags, "--raw"]) == 0
     assert main(flags) == 2
@@ -247,7 +260,7 @@ def test_a_blank_text_may_be_gone_on_from(tiny_mlx, capsys):
 
 
 def test_a_hub_that_cannot_be_asked_is_no_riddle(tmp_path, monkeypatch, capsys):
-    """The name may have been meant as a folder: it used to say "Got: ConnectError" only."""
+    """The name may have been meant as a folder, so both are named."""
     import huggingface_hub
 
     def unreachable(*args, **kwargs):
@@ -266,7 +279,6 @@ def test_a_hub_that_cannot_be_asked_is_no_riddle(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("runner", ["metal", "cuda"])
 def test_a_gpu_that_is_not_here_is_told_first(runner, monkeypatch, capsys):
-    """It used to say "KDA layers run by: metal" before it said that there is none."""
     import mlx.core as mx
 
     monkeypatch.setattr(getattr(mx, runner), "is_available", lambda: False)
@@ -302,6 +314,5 @@ def test_what_runs_no_model_needs_no_transformers(tiny_mlx, command):
 
 
 def test_info_of_an_unknown_model_type_is_a_mistake(here):
-    """It used to describe the folder and to exit with 0."""
     ((status, told, _),) = attempt(["info", "other", "--json"], cwd=here)
     assert status == 2 and len(told) == 1

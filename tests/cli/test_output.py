@@ -64,10 +64,6 @@ NAMES_ITS_FOLDER = ("plan", "convert --plan", "convert", "verify")
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_pipe_gets_plain_whole_lines(command, long, tiny_hf, tmp_path, monkeypatch, capsys):
-    """Tables had trailing blanks and were wrapped at 100 to 140 columns; a long path broke them.
-
-    Variables that make libraries take a pipe for a terminal change nothing.
-    """
     for name, value in {"COLUMNS": "40", "FORCE_COLOR": "1", "TTY_COMPATIBLE": "1"}.items():
         monkeypatch.setenv(name, value)
     words = {"MODEL": str(long), "SRC": str(tiny_hf), "OUT": str(tmp_path / ("long" * 40))}
@@ -130,7 +126,6 @@ def test_every_value_is_there_at_any_width(tiny_mlx, terminal, capsys, command, 
 
 @pytest.mark.parametrize("environment", [{"term": "dumb"}, {"NO_COLOR": "1"}])
 def test_text_is_plain_where_styles_are_not_wanted(terminal, environment):
-    """TERM=dumb and NO_COLOR: headings were bold all the same."""
     shown = terminal(**environment)
     output.heading("A heading")
     output.detail("a detail")
@@ -144,7 +139,6 @@ def test_text_is_plain_where_styles_are_not_wanted(terminal, environment):
 
 
 def test_no_spinner_and_no_bar_on_a_dumb_terminal(terminal):
-    """They left an empty line behind each."""
     shown = terminal(term="dumb")
     with output.status("loading"):
         pass
@@ -162,7 +156,6 @@ def test_no_color_leaves_a_spinner_without_colours(terminal):
 
 
 def test_a_narrow_terminal_shows_how_far_it_is(terminal):
-    """On 40 columns the bar left no room for the counts, which were cut and wrapped."""
     shown = terminal(40)
     with output.progress("converting", unit="MB") as bar:
         bar(50_000, 98_000)
@@ -180,7 +173,6 @@ def test_progress_of_several_parts_shows_every_part(terminal):
 
 
 def test_a_line_for_the_person_does_not_drive_the_terminal(terminal, tmp_path, capsys):
-    """Words of a config.json that came from the net were written to the terminal as they are."""
     config = {"model_type": "x\x1b]0;title\x07\x1b[2Jy"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     shown = terminal()
@@ -198,7 +190,6 @@ def test_a_line_for_the_person_does_not_drive_the_terminal(terminal, tmp_path, c
     ids=["dumb", "NO_COLOR"],
 )
 def test_a_chat_sends_no_escapes_that_are_not_wanted(tiny_mlx, environment, unwanted):
-    """An Emacs shell, say, got prompt_toolkit's sequences as text."""
     pexpect = pytest.importorskip("pexpect")
     child = pexpect.spawn(
         PROGRAM[0],

@@ -50,7 +50,6 @@ def chatting(tiny_mlx, folder):
 def test_a_second_program_is_refused_before_it_begins(
     chatting, tiny_mlx, folder, capsys, monkeypatch, command
 ):
-    """Both used to answer, and the one that ended last put its file over the other's or beside."""
     monkeypatch.setattr("sys.stdin", io.StringIO("and I?\n"))
     monkeypatch.setattr("mlx_kda.cli.loading.load_model", lambda *args: pytest.fail("it began"))
     assert main([command, str(tiny_mlx), "--session", str(folder / "talk")]) == 2
@@ -73,7 +72,6 @@ def test_a_killed_program_s_file_goes_on(chatting, tiny_mlx, tiny_model, folder,
 def test_a_file_that_appears_before_it_is_held_is_gone_on_with(
     tiny_mlx, tiny_model, folder, monkeypatch
 ):
-    """Another chat ends between the look at the file and the lock: its work used to be lost."""
     from mlx_kda.cli import generate
 
     real = generate.check_session_file
@@ -91,7 +89,6 @@ def test_a_file_that_appears_before_it_is_held_is_gone_on_with(
 
 
 def test_saving_to_the_file_that_is_kept(tiny_model, folder, capsys):
-    """/save FILE with the chat's own file used to look like another program's work."""
     session = saved(folder / "talk", tiny_model)
     with SessionFile(folder / "talk") as file:
         talk = Chat(session, file)
@@ -151,7 +148,6 @@ def test_kill_9_in_the_middle_of_a_save(tiny_mlx, tiny_model, folder, tmp_path, 
 
 
 def test_a_save_that_failed_slowly_is_not_tried_again_at_once(tmp_path, monkeypatch, capsys):
-    """A disk that was full after a minute's writing used to be filled again after every turn."""
     clock = [1000.0]
     monkeypatch.setattr("mlx_kda.cli.session_file.time.monotonic", lambda: clock[0])
 

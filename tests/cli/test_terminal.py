@@ -130,7 +130,6 @@ def test_a_signal_while_answering_saves_the_session(chat, tiny_mlx, tmp_path):
 
 
 def test_the_status_is_shown_after_an_answer_only(chat):
-    """It used to come again, as it was, after every command and empty line."""
     child = chat("--max-tokens", "6")
     child.send("hello\r")
     child.expect(STATUS)
@@ -174,7 +173,6 @@ def test_bytes_that_are_no_text_become_replacement_characters(chat, tiny_mlx, tm
 
 
 def test_slow_16_bits_on_a_cpu_are_told_to_a_person(tiny_hf, tmp_path):
-    """A first user on Linux got 8 tokens/s from the small model without a word."""
     from mlx_kda.convert import convert
 
     argv = ["--prompt", "x", "--max-tokens", "1"]

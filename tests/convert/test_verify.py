@@ -445,7 +445,7 @@ def test_texts_that_are_refused(good, source, tmp_path, name, data, word, capsys
 def test_the_command(good, bad, source, tmp_path, capsys):
     assert main(["verify", str(good), "--source", str(source)]) == 0
     text = capsys.readouterr().out
-    for word in ("checksums", "error of experts", "KL divergence", "all is well"):
+    for word in ("checksums", "error of experts", "KL divergence", "all checks passed"):
         assert word in text
     assert "FAIL" not in text
     assert main(["verify", str(good), "--source", str(source), "--max-kl", "0", "--json"]) == 1
