@@ -76,7 +76,7 @@ def test_a_pipe_gets_plain_whole_lines(command, long, tiny_hf, tmp_path, monkeyp
     if command in NAMES_ITS_FOLDER:
         assert words["OUT" if "convert" in command else "MODEL"] in out
     if command == "info":  # each of its rows is one line
-        assert len(out.splitlines()) == len([*re.finditer(r"(?m)^.{14}\S", out)])
+        assert len(out.splitlines()) == len([*re.finditer(r"(?m)^.{16}\S", out)])
 
 
 def test_a_benchmarks_row_has_no_trailing_blanks(capsys):
