@@ -5,6 +5,7 @@ import re
 import mlx.core as mx
 import pytest
 from helpers.launch import kernel
+from helpers.rich_kernel import HEADER, SOURCE
 from peer_kernels import mlx_header, mlx_lm_gated_delta
 
 from mlx_kda.runners import metal_kernel
@@ -13,44 +14,19 @@ from mlx_kda.runners.frontend.lint import lint
 
 needs_clang = pytest.mark.skipif(find_clang() is None, reason="no clang 17 and no ziglang wheel")
 
-GOOD = """
-    threadgroup float s[64], tile[8][9];
-    threadgroup half4 packed;
-    uint i = thread_position_in_grid.x, l = thread_position_in_threadgroup.x;
-    s[l] = float(a[i]) * 2.0f;
-    if (l == 0) packed = half4(1.0h, half(0.5f), half2(0.0h));
-    tile[l % 8][l % 9] = 0.0f;
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    const auto first = small;
-    float x = simd_sum(s[63 - l]) + first[0] + scalar;
-    float4 v = float4(x, 1.0f, float2(x, x));
-    v.xy = v.yx + v.zw;
-    simdgroup_float8x8 m, n = make_filled_simdgroup_matrix<float, 8>(1.0f);
-    simdgroup_load(m, s, 8);
-    simdgroup_multiply_accumulate(m, m, n, m);
-    m.thread_elements()[0] += metal::fast::exp(x);
-    x += helper(s) + dot(v, v) + clamp(x, 0.0f, 1.0f) + as_type<float>(as_type<uint>(x));
-    if (i < 64) out[i] = T(x + float(packed.x));
-"""
-HEADER = """
-template <typename T>
-inline T helper(const threadgroup T* p) {
-  return p[0] > 0 ? p[1] : T(0);
-}
-constant constexpr float table[3] = {1.0f, 2.0f, 3.0f};
-"""
-
 
 def generated(source, header="", dtype=mx.float32):
     arrays = [mx.zeros(64, dtype), mx.zeros(3), mx.array(1.0)]
     made = kernel(source, "a small scalar", header=header)
-    return made.generate(arrays, [dtype], [("T", dtype)])
+    return made.generate(arrays, [dtype], [("T", dtype), ("N", 3)])
 
 
 @needs_clang
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 def test_good_kernel_passes(dtype):
-    report = check(generated(GOOD, HEADER, dtype))
+    report = check(
+        generated(SOURCE, HEADER + "constant constexpr float table[2] = {1.0f, 2.0f};\n", dtype)
+    )
     assert report.diagnostics == []
     assert report.threadgroup == {"s": 256, "tile": 288, "packed": 8}
     assert report.threadgroup_bytes == 552
