@@ -103,7 +103,7 @@ def test_the_config_is_in_the_hubs_dialect():
 
 
 def test_every_tensor_is_there_in_its_dtype_and_nothing_else():
-    """Case D7, from the side of the source; D5: the router's bias is not rounded."""
+    """Every tensor of the source is accounted for, and the router's bias is not rounded."""
     found, size = {}, 0
     for shard in sorted(set(INDEX["weight_map"].values())):
         with safe_open(FOLDER / shard, "np") as file:
@@ -162,7 +162,7 @@ def test_special_tokens_follow_the_ranks_in_kimis_order():
     ],
 )
 def test_the_tokenizer_agrees_with_tiktoken(loaded, text):
-    """Case F1, on a vocabulary that was trained."""
+    """On a vocabulary that was trained."""
     oracle = kimi_encoding(_ranks())
     ids = loaded[1].encode(text, add_special_tokens=False)
     assert ids == oracle.encode_ordinary(text)
@@ -170,7 +170,7 @@ def test_the_tokenizer_agrees_with_tiktoken(loaded, text):
 
 
 def test_the_chat_template_is_kimis():
-    """Case F3: system, user, assistant, user, nothing between the turns."""
+    """System, user, assistant, user, nothing between the turns."""
     _, tokenizer = mlx_kda.load(FOLDER)
     messages = [("system", "S"), ("user", "U1"), ("assistant", "A1"), ("user", "U2")]
     messages = [{"role": role, "content": text} for role, text in messages]

@@ -116,7 +116,7 @@ def test_the_tokenizer_agrees_with_sentencepiece(loaded, oracle, converted, text
 
 
 def test_the_chat_is_that_of_training_and_marks_cannot_be_typed(loaded, oracle):
-    """Case F5: a mark in a message is text; the template's own marks are marks."""
+    """A mark in a message is text; the template's own marks are marks."""
     tokenizer = loaded[1]
     marks = {name: oracle.piece_to_id(name) for name in MARKS}
     turns = [("user", "Define river."), ("assistant", "A stream."), ("user", "Who are you?")]

@@ -1,6 +1,7 @@
 """Activations keep the checkpoint's dtype; states, gates and router biases keep float32."""
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from helpers.tiny import tiny_config, tiny_model, tiny_weights, tokens, write_model
 from mlx.utils import tree_flatten, tree_unflatten
@@ -50,13 +51,13 @@ def check_cache(cache, dtype: mx.Dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_e8_activations_of_every_layer_are_16_bit(dtype):
-    """Case E8: in a 16-bit model whose gate parameters are float32 nothing else becomes float32."""
+def test_activations_of_every_layer_are_16_bit(dtype):
+    """In a 16-bit model whose gate parameters are float32 nothing else becomes float32."""
     model = half_model(dtype)
     cache = model.make_cache()
     assert set(layer_dtypes(model, cache)) == {dtype}
     check_cache(cache, dtype)
-    assert layer_dtypes(model, cache)[-1] == dtype  # and when it goes on
+    assert layer_dtypes(model, cache)[-1] == dtype  # and when it is continued
     check_cache(cache, dtype)
 
 
@@ -70,8 +71,8 @@ KINDS = [
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_e8_one_float32_parameter_does_not_widen_the_model(name):
-    """Case E8's kind: whichever parameter is float32, no layer's output and no cache becomes so."""
+def test_one_float32_parameter_does_not_widen_the_model(name):
+    """Whichever parameter is float32, no layer's output and no cache becomes float32."""
     model = half_model(mx.bfloat16)
     model.update(tree_unflatten([(name, tiny_weights(tiny_config())[name])]))
     cache = model.make_cache()
@@ -81,8 +82,8 @@ def test_e8_one_float32_parameter_does_not_widen_the_model(name):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_e8_a_loaded_16_bit_model(tmp_path, dtype):
-    """Case E8: as loaded, router weights are widened, an odd float32 embedding is not followed."""
+def test_a_loaded_16_bit_model(tmp_path, dtype):
+    """Router weights are widened; a float32 embedding among 16-bit weights is narrowed."""
     weights = half_weights(dtype)
     weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].astype(mx.float32)
     model = load_model(write_model(tmp_path / "m", tiny_config(), weights))
@@ -94,10 +95,8 @@ def test_e8_a_loaded_16_bit_model(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("mode", ["affine", "mxfp4", "nvfp4", "mxfp8"])
-def test_e8_a_packed_embedding_does_not_change_the_dtype(mode):
-    """Case E8's kind: MLX unpacks the float formats to bfloat16, whatever the model is in."""
-    import mlx.nn as nn
-
+def test_a_quantised_embedding_does_not_change_the_dtype(mode):
+    """MLX dequantises the float formats to bfloat16, whatever the model's dtype."""
     for dtype in (mx.float32, mx.float16):
         model = tiny_model() if dtype == mx.float32 else half_model(dtype)
         group, bits = {"nvfp4": (16, 4), "mxfp4": (32, 4)}.get(mode, (32, 8))
@@ -109,7 +108,7 @@ def test_e8_a_packed_embedding_does_not_change_the_dtype(mode):
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_16_bit_logits_are_near_the_float32_ones(dtype):
-    """Not a bound on the model, but on a slip, for most tokens: experts may flip."""
+    """Catches a mistake rather than bounds the model; for most tokens, since experts may flip."""
     rounded = {k: w.astype(mx.float32) for k, w in half_weights(dtype).items()}
     exact = tiny_model()
     exact.update(tree_unflatten(list(rounded.items())))
@@ -119,8 +118,8 @@ def test_16_bit_logits_are_near_the_float32_ones(dtype):
     assert typical < {mx.float16: 0.005, mx.bfloat16: 0.04}[dtype]
 
 
-def test_e8_kernels_are_checked_in_the_dtype_that_they_run_in(tmp_path, monkeypatch):
-    """Case E8's kind: a float32 final norm does not make the self-check one of float32."""
+def test_kernels_are_checked_in_the_dtype_that_they_run_in(tmp_path, monkeypatch):
+    """A float32 final norm does not make the self-check one of float32."""
     weights = half_weights(mx.bfloat16)
     weights["model.norm.weight"] = weights["model.norm.weight"].astype(mx.float32)
     asked = []

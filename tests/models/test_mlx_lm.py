@@ -3,6 +3,7 @@
 import json
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from helpers.tiny import (
     difference,
@@ -30,7 +31,7 @@ def model():
 
 
 def greedy(model, prompt: list[int], n: int) -> list[int]:
-    """n tokens by argmax, the whole text computed anew for each: no cache at all."""
+    """n tokens by argmax, the whole sequence computed again for each, without a cache."""
     ids = list(prompt)
     for _ in range(n):
         ids.append(mx.argmax(model(mx.array([ids]))[0, -1]).item())
@@ -88,8 +89,8 @@ def test_batch_generator_with_rows_that_come_and_go(model):
 
 
 @pytest.mark.parametrize("offset", [0, 1, 3, 20])
-def test_c9_a_saved_prompt_goes_on_as_if_it_had_not_been(model, tmp_path, offset):
-    """Case C9: mlx-lm's save and load of the prompt cache at offsets 0, 1, 3 and 20."""
+def test_a_saved_prompt_cache_continues_unchanged(model, tmp_path, offset):
+    """Mlx-lm's save and load of the prompt cache at offsets 0, 1, 3 and 20."""
     ids = tokens(30)
     cache = make_prompt_cache(model)
     if offset:
@@ -104,7 +105,7 @@ def test_c9_a_saved_prompt_goes_on_as_if_it_had_not_been(model, tmp_path, offset
 
 
 def test_quantising_by_mlx_lm_keeps_the_gates(model):
-    """Case E7's kind: our predicate keeps the gate path and gives the router 8 bits."""
+    """``quant_predicate`` keeps the gate path and gives the router 8 bits."""
     copy = tiny_model()
     copy, config = quantize_model(copy, tiny_config(), group_size=32, bits=6)
     scales = {k.rsplit(".", 1)[0] for k, _ in tree_flatten(copy.parameters()) if "scales" in k}
@@ -118,8 +119,8 @@ def test_quantising_by_mlx_lm_keeps_the_gates(model):
     assert 1e-3 < difference(copy(ids), model(ids)) < 0.5
 
 
-def test_e8_casting_by_mlx_lm_keeps_what_must_stay_float32(model):
-    """Case E8: the predicate for ``--dtype`` spares A_log, dt_bias and the router's bias."""
+def test_casting_by_mlx_lm_keeps_what_must_stay_float32(model):
+    """``cast_predicate`` spares A_log, dt_bias and the router's bias."""
     names = [k for k, _ in tree_flatten(model.parameters())]
     spared = {k.rsplit(".", 1)[-1] for k in names if not model.cast_predicate(k)}
     assert spared == {"A_log", "dt_bias", "e_score_correction_bias"}
@@ -127,8 +128,6 @@ def test_e8_casting_by_mlx_lm_keeps_what_must_stay_float32(model):
 
 def test_gradients_flow_to_every_parameter(model):
     """The trainer's need: a finite gradient for each parameter that is not an index."""
-    import mlx.nn as nn
-
     ids = tokens(24)
 
     def loss(m):

@@ -1,4 +1,4 @@
-"""What the model carries from step to step: splits, short texts, padding, long runs."""
+"""What the model carries from step to step: splits, short sequences, padding, long runs."""
 
 import copy
 
@@ -24,14 +24,14 @@ def model():
     [[200, 100], [1] * 300, [63, 237], [64, 236], [2, 298], [299, 1]],
     ids=lambda parts: "+".join(map(str, parts[:3])),
 )
-def test_c1_the_split_does_not_matter(model, parts):
-    """Case C1: 300 tokens fed in parts give the logits of one prefill."""
+def test_the_split_does_not_matter(model, parts):
+    """300 tokens fed in parts give the logits of one prefill."""
     ids = tokens(300)
     assert difference(run(model, ids, parts), run(model, ids)) < MODEL_SPLIT
 
 
-def test_c1_a_dropped_state_would_be_seen(model):
-    """Case C1: with the KDA states emptied between two parts the logits are far off."""
+def test_a_dropped_state_would_be_seen(model):
+    """With the KDA states emptied between two parts the logits are far off."""
     ids = tokens(300)
     cache = model.make_cache()
     run(model, ids[:, :200], cache=cache)
@@ -41,8 +41,8 @@ def test_c1_a_dropped_state_would_be_seen(model):
     assert difference(wrong, model(ids)[:, 200:]) > 0.05
 
 
-def test_c1_a_prompt_one_longer_than_the_prefill_step(model):
-    """Case C1: 2,049 tokens in steps of 2,048."""
+def test_a_prompt_one_longer_than_the_prefill_step(model):
+    """2,049 tokens in steps of 2,048."""
     ids = tokens(2049)
     parts = run(model, ids, [2048, 1])
     whole = model(ids)
@@ -50,8 +50,8 @@ def test_c1_a_prompt_one_longer_than_the_prefill_step(model):
     assert difference(parts[:, -1], whole[:, -1]) < MODEL_SPLIT
 
 
-def test_b2_4096_equal_tokens(model):
-    """Case B2: one token 4,096 times: finite, and equal to step by step at either end."""
+def test_4096_equal_tokens(model):
+    """One token 4,096 times: finite, and equal to step by step at either end."""
     ids = mx.full((1, 4096), 7)
     cache = model.make_cache()
     most = run(model, ids[:, :3968], [2048, 1920], cache)
@@ -65,8 +65,8 @@ def test_b2_4096_equal_tokens(model):
 
 
 @pytest.mark.parametrize("T", range(1, 9))
-def test_c14_texts_shorter_than_the_window(model, T):
-    """Case C14: 1 to 8 tokens in one go, token by token, and in every split in two."""
+def test_sequences_shorter_than_the_convolution(model, T):
+    """1 to 8 tokens at once, token by token, and in every split in two."""
     ids = tokens(T, seed=T)
     whole = model(ids)
     assert difference(run(model, ids, [1] * T), whole) < MODEL_SPLIT
@@ -74,8 +74,8 @@ def test_c14_texts_shorter_than_the_window(model, T):
         assert difference(run(model, ids, [cut, T - cut]), whole) < MODEL_SPLIT
 
 
-def test_c14_no_token_is_a_no_op(model):
-    """Case C14: T = 0 gives no rows, at the start and in the middle, and changes nothing."""
+def test_no_token_is_a_no_op(model):
+    """T = 0 gives no rows, at the start and in the middle, and changes nothing."""
     none = mx.zeros((1, 0), dtype=mx.int32)
     assert model(none).shape == (1, 0, 128)
     ids = tokens(9)
@@ -103,8 +103,8 @@ def batch_cache(model, left_padding: list[int]) -> list:
 
 @pytest.mark.parametrize("pad", PAD_IDS)
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_c3_padding_changes_nothing(model, pad, side):
-    """Case C3: 9 and 37 tokens in one batch, chunks of 16/16/5; then a row goes and one comes."""
+def test_padding_does_not_enter_the_state(model, pad, side):
+    """9 and 37 tokens in one batch, chunks of 16/16/5; then a row goes and one comes."""
     prompts = [tokens(9, seed=1), tokens(37, seed=2)]
     steps = [[tokens(1, seed=10 * b + t) for t in range(4)] for b in range(3)]
     want = [alone(model, p, s) for p, s in zip(prompts, steps, strict=False)]
@@ -146,8 +146,8 @@ def test_c3_padding_changes_nothing(model, pad, side):
 
 
 @pytest.mark.parametrize("pad", PAD_IDS)
-def test_c3_a_row_may_be_all_padding(model, pad):
-    """Case C3: in the last chunk the short row has no token left, and in the first none yet."""
+def test_a_row_may_be_all_padding(model, pad):
+    """In the last chunk the short row has no token left, and in the first none yet."""
     short, long = tokens(2, seed=4), tokens(20, seed=5)
     for side in ("left", "right"):
         fill = mx.full((1, 18), pad, dtype=short.dtype)
@@ -166,8 +166,8 @@ def test_c3_a_row_may_be_all_padding(model, pad):
         assert difference(step[1, 0], alone(model, long, [nxt])[1]) < MODEL_SPLIT
 
 
-def test_c11_evaluating_the_logits_leaves_no_graph_behind(model, tmp_path):
-    """Case C11: after a step every array of the cache is a value, not a recipe."""
+def test_evaluating_the_logits_leaves_no_graph_behind(model, tmp_path):
+    """After a step every array of the cache is evaluated: no graph grows from step to step."""
     cache = model.make_cache()
     ids = tokens(40)
     for part in (ids[:, :30], ids[:, 30:31], ids[:, 31:32], ids[:, 32:]):
@@ -187,7 +187,7 @@ def test_batches_equal_their_rows(model):
 
 
 def test_other_layouts_of_layers():
-    """All KDA, all MLA, MLA first, no experts, tied embeddings, one tap, no shared keys."""
+    """All KDA, all MLA, MLA first, no experts, tied embeddings, no convolution, no shared keys."""
     ids = tokens(30)
     for changes in (
         {"kda_layers": [1, 2, 3, 4], "full_attn_layers": []},
