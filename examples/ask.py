@@ -1,4 +1,4 @@
-"""Load a checkpoint and ask it something, with the text as it comes.
+"""Load a checkpoint and ask it questions, printing each answer as it is generated.
 
 python examples/ask.py "What is an anchor?" "What is a candle?"
 python examples/ask.py --model kimi-4bit "Why is the sky blue?"

@@ -1,10 +1,10 @@
-"""What a cache policy keeps of a long text: memory as it grows, and a pass key from its middle.
+"""What a cache policy keeps of a long prompt: its memory, and a pass key from the middle.
 
     python examples/long_context.py --tokens 2000 --policy exact
     python examples/long_context.py --tokens 2000 --policy window:512+16
 
-The KDA layers' states do not grow. The MLA layers' latents grow with the text under `exact`, and
-stop growing under a window, which forgets what falls out of it.
+The KDA layers' states do not grow. The MLA layers' latents grow with the prompt under ``exact``,
+and stop growing under a window, which forgets what falls out of it.
 """
 
 import argparse
@@ -21,7 +21,7 @@ KEY = "71432"
 
 
 def haystack(tokenizer, tokens: int) -> str:
-    """Sentences of the Book of Ruth, over again, with the key in the middle."""
+    """Sentences of the Book of Ruth, repeated, with the key in the middle."""
     prose = (HERE / "train" / "held_out.txt").read_text(encoding="utf-8")
     sentences = [s.strip() + "." for s in re.split(r"[.:;]", prose) if s.strip()]
     found: list[str] = []

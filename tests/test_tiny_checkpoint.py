@@ -260,10 +260,6 @@ def test_transformers_itself_gives_these_logits():
     assert (got.argmax(-1) == want.argmax(-1)).all()
 
 
-def test_the_cards_numbers_come_from_the_script():
-    check_card("kimi")
-
-
 def test_the_records_meet_what_was_asked_of_the_checkpoint():
     """Pass keys above 95 % at the lengths of training, a curve beyond, most glosses right."""
     counts, device = check_card("kimi")

@@ -128,7 +128,7 @@ def byte_texts() -> dict[int, str]:
 def added_table(config: dict[str, Any]) -> dict[int, AddedToken]:
     """``added_tokens_decoder`` of a tokenizer_config.json as tokens by id.
 
-    Raises CheckpointError for an entry that is no token, or one name at two ids.
+    Raises CheckpointError for an entry that is not a token, or one name at two ids.
     """
     table: dict[int, AddedToken] = {}
     for key, entry in (config.get("added_tokens_decoder") or {}).items():

@@ -39,8 +39,8 @@ def read(model, ids, policy="exact", **options):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_c8_a_checkpoint_is_not_overwritten(model, policy):
-    """Case C8: 40 tokens, a checkpoint, 300 more (over a tail's end), decoding, back: as it was."""
+def test_a_checkpoint_is_not_overwritten(model, policy):
+    """40 tokens, a checkpoint, 300 more (over a tail's end), decoding, back: as it was."""
     context = read(model, IDS[:40], policy)
     before = context.logits
     point = context.take()
@@ -73,8 +73,8 @@ def test_rewinding_between_checkpoints_reads_again_from_the_nearest(model, polic
     assert context.tokens == [] and context.logits is None
 
 
-def test_c6_a_shared_prefix_is_reused_from_a_checkpoint_only(model):
-    """Case C6: A of 37 tokens, then B that shares 30: what lies at 30 or before is reused."""
+def test_a_shared_prefix_is_reused_from_a_checkpoint_only(model):
+    """A of 37 tokens, then B that shares 30: what lies at 30 or before is reused."""
     text_b = IDS[:30] + IDS[100:115]
     want = read(model, text_b).logits
     for stops, kept in (((), 0), ((12, 31), 12), ((30,), 30), ((5, 29, 36), 29)):

@@ -92,8 +92,8 @@ def test_packed_rows_are_the_quantiser_s():
 
 
 @pytest.mark.parametrize("policy", ["exact", "window:50+4", "window:400", "int8", "window:50,int4"])
-def test_c1_the_split_does_not_matter(monkeypatch, policy):
-    """Case C1 under every policy, with two MLA layers, across the end of a tail and of a block."""
+def test_the_split_does_not_matter(monkeypatch, policy):
+    """Under every policy, with two MLA layers, across the end of a tail and of a block."""
     monkeypatch.setattr(latent_cache, "FIRST_BLOCK", 16)
     model = tiny_model(kda_layers=[1, 3], full_attn_layers=[2, 4], num_experts=0)
     ids = tokens(TAIL + 50)
@@ -108,8 +108,8 @@ def test_c1_the_split_does_not_matter(monkeypatch, policy):
 
 
 @pytest.mark.parametrize("policy", ["exact", "window:8+2", "int8"])
-def test_c11_evaluating_the_logits_leaves_no_graph_behind(policy, tmp_path):
-    """Case C11: a ring is written after its chunk has read it, and is a value all the same."""
+def test_evaluating_the_logits_leaves_no_graph_behind(policy, tmp_path):
+    """A ring is written after its chunk has read it, and is a value all the same."""
     model = tiny_model(num_experts=0)
     cache, ids = make_cache(model, policy, portable=False), tokens(40)
     for part in parts_of(ids, [30, 1, 1, 8]):

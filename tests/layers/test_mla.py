@@ -45,8 +45,8 @@ def oracle(layer: MLA, x: mx.array, rows: int = 0) -> np.ndarray:
     return out.reshape(T, -1) @ f64(layer.o_proj.weight).T
 
 
-def test_d1_the_order_of_the_past_does_not_matter():
-    """Case D1: permute the first 11 of 12 tokens; the last row does not move. Both forms."""
+def test_the_order_of_the_past_does_not_matter():
+    """Permute the first 11 of 12 tokens; the last row does not move. Both forms."""
     layer, x = make(), inputs(12)
     order = [*np.random.default_rng(3).permutation(11).tolist(), 11]
     for form in ("expanded", "absorbed"):
@@ -59,16 +59,16 @@ def test_d1_the_order_of_the_past_does_not_matter():
 
 
 @pytest.mark.parametrize("form", ["expanded", "absorbed"])
-def test_d1_the_scale_counts_both_parts(form):
-    """Case D1: scores are scaled by (nope + rope)**-0.5, against float64."""
+def test_the_scale_counts_both_parts(form):
+    """Scores are scaled by (nope + rope)**-0.5, against float64."""
     layer, x = make(), inputs(17)
     layer.form = form
     assert difference(layer(x, "causal")[0], oracle(layer, x)) < FLOAT32
 
 
 @pytest.mark.parametrize("S", [1, 255, 256, 257, 1023, 1024, 1025, 4096])
-def test_d2_absorbed_and_expanded_agree(S):
-    """Case D2: the last 1 and 5 tokens over S latents, both forms, and float64 for the last."""
+def test_absorbed_and_expanded_agree(S):
+    """The last 1 and 5 tokens over S latents, both forms, and float64 for the last."""
     layer, x = make(), inputs(S)
     want = oracle(layer, x, rows=1)[-1]
     for last in {1, min(5, S)}:
@@ -126,8 +126,8 @@ def test_blocks_of_heads_of_quantised_projections(monkeypatch, mode):
 
 
 @pytest.mark.parametrize("form", ["expanded", "absorbed"])
-def test_c3_a_row_of_padding_gives_no_nan(form):
-    """Case C3: a query that may see nothing at all stays finite, in half precision too."""
+def test_a_row_of_padding_gives_no_nan(form):
+    """A query that may see nothing at all stays finite, in half precision too."""
     layer, x = make(), inputs(6)
     layer.form = form
     mask = mx.tril(mx.ones((6, 6), dtype=mx.bool_)) & (mx.arange(6) >= 3)

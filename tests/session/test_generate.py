@@ -32,8 +32,8 @@ def text_of(pieces):
 
 
 @pytest.mark.parametrize("end", ["[EOS]", "<|im_end|>"])
-def test_f2_stops_at_both_end_tokens(tokenizer, end):
-    """Case F2: either end token stops, by id, and neither is printed."""
+def test_stops_at_both_end_tokens(tokenizer, end):
+    """Either end token stops, by id, and neither is printed."""
     script = [*b"Hello", SPECIAL_IDS[end], *b"never"]
     pieces, context = say(tokenizer, script)
     assert text_of(pieces) == "Hello"
@@ -43,15 +43,15 @@ def test_f2_stops_at_both_end_tokens(tokenizer, end):
     assert context.tokens == PROMPT + script[:6], "the end token is absorbed, nothing after it"
 
 
-def test_f2_spelled_end_token_does_not_stop(tokenizer):
-    """Case F2: an end token written out in letters is text like any other."""
+def test_spelled_end_token_does_not_stop(tokenizer):
+    """An end token written out in letters is text like any other."""
     pieces, _ = say(tokenizer, [*b"<|im_end|>", *b" more", SPECIAL_IDS["[EOS]"]])
     assert text_of(pieces) == "<|im_end|> more"
 
 
 @pytest.mark.parametrize("name", sorted(SPECIAL_IDS))
-def test_f2_no_control_token_is_printed(tokenizer, name):
-    """Case F2: with no stop ids the run goes on, and control tokens still stay out of the text."""
+def test_no_control_token_is_printed(tokenizer, name):
+    """With no stop ids the run goes on, and control tokens still stay out of the text."""
     pieces, _ = say(tokenizer, [*b"a", SPECIAL_IDS[name], *b"b"], stop_ids=[], max_tokens=3)
     assert [p.token for p in pieces] == [97, SPECIAL_IDS[name], 98]
     assert text_of(pieces) == "ab"
@@ -133,14 +133,11 @@ def test_mistakes_are_told_at_once(tokenizer, tiny_model):
             stream_generate(model, tokenizer, prompt, **options)
 
 
-def test_prompts_as_text_ids_and_array_agree(tokenizer, tiny_model):
-    model, _ = tiny_model
-    ids = list(tokenizer.encode("in the end"))
-    runs = [
-        [p.token for p in stream_generate(model, tokenizer, prompt, max_tokens=6)]
-        for prompt in ("in the end", ids, mx.array(ids))
-    ]
-    assert runs[0] == runs[1] == runs[2]
+def test_a_prompt_may_be_text_ids_or_an_array_of_one_row(tokenizer, tiny_model):
+    text, ids = "in the end", list(tokenizer.encode("in the end"))
+    prompts = text, ids, mx.array(ids), mx.array([ids]), np.array(ids), np.array([ids])
+    said = [[p.token for p in stream_generate(*tiny_model, one, max_tokens=3)] for one in prompts]
+    assert said == [said[0]] * len(prompts)
 
 
 def test_generation_ends_at_the_context_limit(tokenizer, tiny_model):
@@ -206,9 +203,3 @@ def test_what_is_no_prompt_is_refused(tiny_model, name):
     prompt, message = NO_PROMPTS[name]
     with pytest.raises(UserError, match=message):
         list(stream_generate(*tiny_model, prompt, max_tokens=1))
-
-
-def test_one_row_is_a_prompt(tiny_model):
-    shapes = PROMPT, mx.array(PROMPT), mx.array([PROMPT]), np.array(PROMPT), np.array([PROMPT])
-    said = [[p.token for p in stream_generate(*tiny_model, ids, max_tokens=3)] for ids in shapes]
-    assert said == [said[0]] * len(shapes)

@@ -50,8 +50,8 @@ def assert_same_states(a, b):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_c10_the_tokens_of_plain_decoding(model, policy):
-    """Case C10: token by token what greedy decoding says, and its state at the end."""
+def test_the_tokens_of_plain_decoding(model, policy):
+    """Token by token what greedy decoding says, and its state at the end."""
     processors = make_logits_processors(logit_bias=dict.fromkeys(range(6), 12.0))
     plain = read(model, PROMPT, policy)
     want = list(plain.decode(120, logits_processors=processors))
@@ -66,8 +66,8 @@ def test_c10_the_tokens_of_plain_decoding(model, policy):
 
 
 @pytest.mark.parametrize("policy", ["exact", "window:32+4", "int4"])
-def test_c10_in_bfloat16_to_the_last_bit(policy):
-    """Case C10: two tokens often have the same logit in bfloat16, so one bit would tell."""
+def test_in_bfloat16_to_the_last_bit(policy):
+    """Two tokens often have the same logit in bfloat16, so one bit would tell."""
     model, tokenizer = mlx_kda.load(EXAMPLE)
     prompt = list(tokenizer.encode("And the king said to the king that the king said to the king"))
     plain, context = (read(model, prompt, policy) for _ in range(2))
@@ -78,8 +78,8 @@ def test_c10_in_bfloat16_to_the_last_bit(policy):
     assert 0 < acceptance.accepted < acceptance.drafted
 
 
-def test_c10_without_rollback_it_would_be_wrong(model):
-    """Case C10: a rejected guess left in the states shows in the logits."""
+def test_without_rollback_it_would_be_wrong(model):
+    """A rejected guess left in the states shows in the logits."""
     context = read(model, PROMPT)
     right = read(model, [*PROMPT, 5])
     model(mx.array([[5, 99, 98, 97]]), cache=context.cache)

@@ -47,8 +47,8 @@ def test_chat_ids_are_the_templates(tokenizer):
     assert ids == message(tokenizer, "user", "hi") + message(tokenizer, "assistant", None)
 
 
-def test_c7_later_turns_read_new_tokens_only(tiny_model):
-    """Case C7: a long first message, then two short ones, equal to a cold run of the same ids."""
+def test_later_turns_read_new_tokens_only(tiny_model):
+    """A long first message, then two short ones, equal to a cold run of the same ids."""
     model, tokenizer = tiny_model
     session = Session(model, tokenizer, system="be brief")
     opening = message(tokenizer, "assistant", None)
@@ -214,8 +214,8 @@ USER = "the rain in the plain " * 240
 
 
 @pytest.mark.parametrize("policy", ["exact", "window:1024+16", "int8"])
-def test_c7_turn_two_of_a_long_conversation(roomy, policy):
-    """Case C7: 3,000 tokens, then two short turns; edit, regenerate, the same prompt again."""
+def test_turn_two_of_a_long_conversation(roomy, policy):
+    """3,000 tokens, then two short turns; edit, regenerate, the same prompt again."""
     model, tokenizer = roomy
     session = Session(model, tokenizer, policy, prefill_step=1000)
     first, start = turn(session, USER)

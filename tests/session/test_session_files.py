@@ -1,4 +1,4 @@
-"""Sessions on disk: going on as if nothing had been between, and files that are refused."""
+"""Session files: a loaded session continues like one never saved, and bad files are refused."""
 
 import io
 import json
@@ -58,8 +58,8 @@ def content(entry):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("offset", [0, 1, 3, 20, 340])
-def test_c9_save_load_and_go_on(tiny_model, tmp_path, offset, policy):
-    """Case C9: at offsets 0, 1, 3, 20 and 340, bit for bit as if it had not been saved."""
+def test_save_load_and_continue(tiny_model, tmp_path, offset, policy):
+    """At offsets 0, 1, 3, 20 and 340, bit for bit as if it had not been saved."""
     session = Session(*tiny_model, policy)
     if offset:
         session.prefill(IDS[:offset])
@@ -77,7 +77,7 @@ def test_c9_save_load_and_go_on(tiny_model, tmp_path, offset, policy):
 
 
 @pytest.mark.parametrize("policy", ["exact", "window:16+4"])
-def test_a_conversation_goes_on_with_its_checkpoints(tiny_model, tmp_path, policy):
+def test_a_conversation_continues_with_its_checkpoints(tiny_model, tmp_path, policy):
     session = Session(*tiny_model, policy, system="be brief")
     for text in ("one", "two"):
         list(session.send(text, max_tokens=8))
@@ -96,16 +96,17 @@ def test_a_conversation_goes_on_with_its_checkpoints(tiny_model, tmp_path, polic
     assert loaded.tokens == session.tokens
 
 
-def test_the_header_says_whose_it_is(tiny_model, tmp_path):
+def test_a_session_is_a_safetensors_file(tiny_model, tmp_path):
+    """The library of that name reads it; the metadata names format, model and policy."""
     session = Session(*tiny_model, "window:16+4")
     session.prefill(IDS[:9])
     session.save(tmp_path / "s")
-    stored, texts = mx.load(str(tmp_path / "s"), format="safetensors", return_metadata=True)
-    assert stored.keys() >= {"layers.0.3", "layers.3.1", "logits"}
-    assert texts["format"] == "mlx-kda session" and texts["version"] == "2"
-    assert texts["policy"] == "window:16+4"
-    assert stored["tokens"].tolist() == IDS[:9]
-    assert len(texts["model"]) == 16
+    with safetensors.safe_open(tmp_path / "s", "mlx") as file:
+        texts = file.metadata()
+        assert (texts["format"], texts["version"]) == ("mlx-kda session", "2")
+        assert texts["policy"] == "window:16+4" and len(texts["model"]) == 16
+        assert {"layers.0.3", "layers.3.1", "logits"} <= set(file.keys())
+        assert file.get_tensor("tokens").tolist() == IDS[:9]
 
 
 @pytest.fixture
@@ -173,8 +174,8 @@ def text(**changes):
         (text(checkpoints="[[99, false]]"), "checkpoint at 99 of 20"),
     ],
 )
-def test_c9_a_file_that_does_not_fit_is_refused_by_name(tiny_model, saved, change, words):
-    """Case C9: wrong slot counts, shapes, version, model: one line, and the file is left alone."""
+def test_a_file_that_does_not_fit_is_refused_by_name(tiny_model, saved, change, words):
+    """Wrong slot counts, shapes, version, model: one line, and the file is left alone."""
     rewrite(saved, change)
     before = saved.read_bytes()
     with pytest.raises(UserError, match=words) as caught:
@@ -182,8 +183,8 @@ def test_c9_a_file_that_does_not_fit_is_refused_by_name(tiny_model, saved, chang
     assert "\n" not in str(caught.value) and saved.read_bytes() == before
 
 
-def test_c9_another_model_s_session_is_refused(tiny_model, saved, tmp_path):
-    """Case C9: the same config with other weights, and another config."""
+def test_another_model_s_session_is_refused(tiny_model, saved, tmp_path):
+    """The same config with other weights, and another config."""
     for changes in ({"seed": 1}, {"model_max_length": 600}):
         other = mlx_kda.load(write_checkpoint(tmp_path / str(changes), **changes))
         with pytest.raises(CheckpointError, match="saved with another model"):
@@ -193,8 +194,8 @@ def test_c9_another_model_s_session_is_refused(tiny_model, saved, tmp_path):
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, 0.5, -1])
-def test_c9_a_truncated_file_is_refused(tiny_model, saved, keep):
-    """Case C9: cut in the length, the header, the data, by one byte; the advice fits a session."""
+def test_a_truncated_file_is_refused(tiny_model, saved, keep):
+    """Cut in the length, the header, the data, by one byte; the advice fits a session."""
     data = saved.read_bytes()
     saved.write_bytes(data[: int(len(data) * keep) if isinstance(keep, float) else keep])
     with pytest.raises(CheckpointError, match="truncated") as caught:
@@ -300,13 +301,6 @@ def test_files_of_format_2_written_by_mlx_kda_0_1_still_load(tmp_path, policy, n
     assert difference(loaded.context.logits, whole.context.logits) < MODEL_SPLIT
 
 
-def test_a_session_is_a_safetensors_file(saved):
-    """The library of that name reads it too."""
-    with safetensors.safe_open(saved, "mlx") as file:
-        assert file.metadata()["format"] == "mlx-kda session"
-        assert file.get_tensor("tokens").tolist() == IDS[:20]
-
-
 @pytest.mark.parametrize("option", ["--session", "--resume"])
 def test_a_chat_does_not_begin_with_a_damaged_file(tiny_mlx, talk, capsys, monkeypatch, option):
     """One line, exit status 2, no answer; the file stays as it is and nothing is put beside it."""
@@ -399,8 +393,8 @@ def test_a_folder_that_is_not_there(tiny_model, tmp_path):
         session.save(tmp_path / "none" / "s")
 
 
-def test_save_kill_load_go_on(tiny_mlx, tiny_model, tmp_path):
-    """A process that saves and is killed with no chance to clean up; another goes on from there."""
+def test_save_kill_load_continue(tiny_mlx, tiny_model, tmp_path):
+    """A process saves and is killed with no chance to clean up; another one continues."""
     script = (
         "import os, sys, mlx_kda\n"
         "from mlx_kda.session import Session\n"

@@ -1,4 +1,4 @@
-"""Chats: golden ids (case F3), and control tokens that nobody can type."""
+"""Chats: golden ids, and control tokens that nobody can type."""
 
 import pytest
 from helpers.checkpoints import TEMPLATE, kimi_encoding, kimi_ranks, slot_ids, write_kimi_tokenizer
@@ -34,8 +34,8 @@ def message(role: str, content, **more) -> dict:
     return {"role": role, "content": content, **more}
 
 
-def test_f3_golden_ids_of_system_user_assistant_user(tokenizer):
-    """Case F3: the ids of a four-turn chat, put together by hand with tiktoken."""
+def test_golden_ids_of_system_user_assistant_user(tokenizer):
+    """The ids of a four-turn chat, put together by hand with tiktoken."""
     chat = [
         message("system", "Be kind."),
         message("user", "你好 — what's a delta rule?"),
@@ -191,8 +191,8 @@ ATTACKS = [
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_f6_a_template_cannot_reach_python(tmp_path, monkeypatch, attack):
-    """Case F6: templates run in a sandbox; reaching for Python's insides is refused or empty."""
+def test_a_template_cannot_reach_python(tmp_path, monkeypatch, attack):
+    """Templates run in a sandbox; reaching for Python's insides is refused or empty."""
     monkeypatch.chdir(tmp_path)
     folder = write_kimi_tokenizer(tmp_path / "t", template=attack)
     tokenizer = load_tokenizer(folder)
