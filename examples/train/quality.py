@@ -66,7 +66,7 @@ recipe quantises add up to {added:.2f} at 4 bits, where all of them together cos
 And the proportion, the last column, differs by a factor of {spread:.0f} between families: bytes
 spent by relative error alone would go to the wrong weights, away from embedding and head. So
 `--target-bpw` weighs the error of a matrix by its role and place; those weights are in
-[convert/sensitivity.py](../convert/sensitivity.py), rounded from the same measurement of every
+[convert/bit_budget.py](../convert/bit_budget.py), rounded from the same measurement of every
 single matrix at 3 bits.
 """
 

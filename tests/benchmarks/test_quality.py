@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import re
 
 import common
 import mlx.core as mx
@@ -11,7 +10,6 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 import quality
-from helpers.paths import ROOT
 from helpers.trained import EXAMPLES, TRAIN, train_script
 from quality_recipes import FAMILIES, GATE_PATH, family_paths
 
@@ -27,53 +25,48 @@ TEXT = (TRAIN / "held_out.txt").read_text(encoding="utf-8")[:1200]
 KING = "A male sovereign; ruler of a kingdom."
 
 
-def _go_on(model, tokenizer, text: str, golden: str) -> str:
-    session = Session(model, tokenizer)
-    session.prefill(text)
-    count = len(tokenizer.encode(golden, add_special_tokens=False))
-    return "".join(piece.text for piece in session.generate(count))
+def load_float32(folder):
+    model, tokenizer = mlx_kda.load(folder)
+    quality.widen(model)
+    return model, tokenizer
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "options",
     [{}, {"q_bits": 8}, {"q_bits": 6}, {"q_bits": 4}, {"q_bits": 4, "q_mode": "mxfp4"}],
     ids=["source", "8", "6", "4", "mxfp4"],
 )
-def test_a_gloss_survives_the_bits(tmp_path, wish):
-    convert(TINY, tmp_path / "out", **wish)
-    model, tokenizer = mlx_kda.load(tmp_path / "out")
-    quality.widen(model)
-    pieces = Session(model, tokenizer).send("What is a king?", max_tokens=30)
+def test_a_gloss_survives_the_bits(tmp_path, options):
+    convert(TINY, tmp_path / "out", **options)
+    pieces = Session(*load_float32(tmp_path / "out")).send("What is a king?", max_tokens=30)
     assert "".join(piece.text for piece in pieces) == KING
 
 
 # Up to where the best two tokens of the model come close.
 @pytest.mark.parametrize(
-    ("text", "golden"),
+    ("bits", "text", "golden"),
     [
-        (demo.OPENING, " heareth, and heareth the soul of the wicked"),
-        ("And the LORD said unto Moses,", " Say unto the children of Israel"),
+        (None, "In the beginning", " of the year.\n"),
+        (None, demo.OPENING, " heareth, and heareth"),
+        (4, demo.OPENING, " heareth, and heareth the soul of the wicked"),
+        (4, "And the LORD said unto Moses,", " Say unto the children of Israel"),
     ],
 )
-def test_golden_continuations_of_the_demos_model(tmp_path, text, golden):
-    convert(TINY, tmp_path / "out", q_bits=4, dtype="float32")
-    model, tokenizer = mlx_kda.load(tmp_path / "out")
-    assert _go_on(model, tokenizer, text, golden) == golden
-
-
-@pytest.mark.parametrize(
-    ("text", "golden"),
-    [("In the beginning", " of the year.\n"), (demo.OPENING, " heareth, and heareth")],
-)
-def test_golden_continuations_of_the_source(text, golden):
-    model, tokenizer = mlx_kda.load(TINY)
-    quality.widen(model)
-    assert _go_on(model, tokenizer, text, golden) == golden
+def test_golden_continuations_of_the_source_and_of_the_demos_model(tmp_path, bits, text, golden):
+    folder = TINY
+    if bits:
+        folder = tmp_path / "out"
+        convert(TINY, folder, q_bits=bits, dtype="float32")
+    model, tokenizer = load_float32(folder)
+    session = Session(model, tokenizer)
+    session.prefill(text)
+    count = len(tokenizer.encode(golden, add_special_tokens=False))
+    assert "".join(piece.text for piece in session.generate(count)) == golden
 
 
 @pytest.fixture(scope="module")
 def rows():
-    """Rows of the recipes on the short text; the numbers of the page are on all of it."""
+    """Rows of the recipes on the short text; the page has those of all of it."""
     names = ("source", "q3", "q3+gates", "q2", "q2+gates")
     return {row["recipe"]: row for row in quality.rows(TINY, TEXT, names)}
 
@@ -149,7 +142,7 @@ def test_recipes_have_names(name):
     assert str(recipe) == name and recipe.words()
 
 
-def test_the_recipes_of_a_run_are_all_there_are_words_for():
+def test_the_default_recipes_are_told_apart_in_words():
     words = [quality.Recipe.parse(name).words() for name in quality.RECIPES]
     assert len(set(words)) == len(words)
 
@@ -253,15 +246,11 @@ def test_the_record_has_no_budget_that_is_worse_than_uniform_bits():
             assert chosen["divergence"] < 0.75 * uniform["divergence"]
 
 
-def test_the_readme_says_what_the_page_says():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    part = re.search(r"Perplexity of the trained checkpoint.*?docs/quality\.md", readme, re.S)[0]
-    said = re.findall(r"\d+\.\d+", part)
-    rows = json.loads((TRAIN / "quality.json").read_text())["rows"]
-    found = {row["recipe"]: f"{row['perplexity']:.1f}" for row in rows}
-    assert said == [found[name] for name in ("source", "q8", "q6", "q4", "mxfp4")]
-    gates = [row for row in rows if row["recipe"].endswith("+gates")]
-    assert all("keeping it is better" in train_script("quality").verdict(row) for row in gates)
+def test_the_record_shows_that_keeping_the_gate_path_is_better():
+    """At the same bits, for every recipe that quantises it in as few."""
+    module = train_script("quality")
+    gates = [row for row in module.records()[0]["rows"] if row["recipe"].endswith("+gates")]
+    assert gates and all("keeping it is better" in module.verdict(row) for row in gates)
 
 
 @pytest.mark.parametrize(
