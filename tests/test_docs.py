@@ -1,4 +1,4 @@
-"""The pages in docs/ name files that exist."""
+"""The pages for readers name files that exist."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
