@@ -1,4 +1,4 @@
-// What kda_chunk_prepare writes and kda_chunk_scan reads: a workspace of 8 x 8 tiles, 64 numbers
+// What kda_chunk_prepare writes and kda_chunk_scan reads: a workspace of 8 x 8 tiles, 64 values
 // each, one after another, so that every tile is one contiguous read.
 //
 //   kq     a slab of 32 channels is 16 tiles: for each 8 channels K~ of tokens 0-7, K~ of 8-15,
@@ -10,11 +10,11 @@
 
 enum KdaChunk {
   KDA_CHUNK = 16,       // tokens
-  KDA_TILE = 64,        // numbers a tile
+  KDA_TILE = 64,        // values per tile
   KDA_SLAB = 32,        // channels staged at a time
-  KDA_KQ_SLAB = 1024,   // numbers a slab of kq
-  KDA_KH_SLAB = 512,    // numbers a slab of kh
-  KDA_TRI = 384         // numbers of tri a chunk
+  KDA_KQ_SLAB = 1024,   // values per slab of kq
+  KDA_KH_SLAB = 512,    // values per slab of kh
+  KDA_TRI = 384         // values of tri per chunk
 };
 
 // Sixteen partial sums, pairwise.

@@ -14,7 +14,7 @@
 //          dims [T, H, Hv, start, chunks] int  params [scale, bound] float
 // Outputs  kq in OpT; kh, tri, decay in float: [B*Hv, chunks, ...] as in kda_chunk.h
 //
-// Thread map: a threadgroup of 4 SIMD-groups a chunk and value head; grid (128 * chunks, B*Hv).
+// Thread map: a threadgroup of 4 SIMD-groups per chunk and value head; grid (128 * chunks, B*Hv).
 // Slabs of W = 64 channels (32 where 64 does not divide Dk). In a slab:
 //   channels   thread = (block, channel): 8 tokens in registers, prefix and suffix products
 //   diagonal   SIMD-group s = columns s and 7-s of both blocks (equal work), lane = (block, 1/16 of
@@ -104,7 +104,7 @@ for (int base = 0; base < Dk; base += W) {
   if (block < 2) {
     const int channel = base + c;
     const float bias = raw ? float(dt_bias[hv * Dk + channel]) : 0.0f;
-    // Without a branch, so that all of it is on its way at once; what is past the end is not used.
+    // Without a branch, so that all loads are in flight at once; what is past the end is not used.
     KDA_UNROLL
     for (int i = 0; i < 8; ++i) {
       const size_t at = size_t(b) * T + first + clamp(block * 8 + i, 0, max(valid - 1, 0));
@@ -275,7 +275,7 @@ threadgroup_barrier(mem_flags::mem_threadgroup);
 
 if (tid < KDA_CHUNK) {
   // Thread = one column of the inverse: x_i = [i = column] - sum_(m < i) A_im x_m in its own block;
-  // a column of block 0 goes on through the rows of block 1, as y.
+  // a column of block 0 continues through the rows of block 1, as y.
   const int block = tid / 8;
   const int column = tid % 8;
   float x[8];

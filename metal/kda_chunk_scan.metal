@@ -1,4 +1,4 @@
-// kda_chunk_scan: carries the state over the chunks that kda_chunk_prepare made ready.
+// kda_chunk_scan: carries the state over the chunks that kda_chunk_prepare prepared.
 //
 //   R = V - K~ S^T     U = T R     O = Q~ S^T + M U     S <- S * P_16 + U^T K^
 //
@@ -10,7 +10,7 @@
 // for each half of the channels, own 8, with S^T as Dk/16 tiles [channel][column] in registers. Grid
 // (256 * Dv/32, B*Hv). A step is a slab of 32 channels, first of K~ and Q~, then of K^, in threadgroup
 // memory; two buffers. In a step a slab is requested for the step after the next, the current one
-// used, and the next one, requested in the step before, written; one barrier a step. After the steps
+// used, and the next one, requested in the step before, written; one barrier per step. After the steps
 // of K~ and Q~ the halves exchange what the other needs to finish: R for both, O of one block each.
 // Threadgroup bytes: 16,384 at Dk = 128 with float operands, 12,288 with half; 4 Dk of them decay.
 // Order of reductions: channels of a half in tiles of 8 inside the matrix unit; then the two halves.
@@ -56,7 +56,7 @@ const device float4* kq4 = (const device float4*)kq + size_t(head) * chunks * SL
 const device float4* kh4 = (const device float4*)kh + size_t(head) * chunks * SLABS * KH16;
 const device float4* tri4 = (const device float4*)tri + size_t(head) * chunks * TRI16;
 const device float4* decay4 = (const device float4*)decay + size_t(head) * chunks * (Dk / 4);
-const size_t row = size_t(Hv) * Dv;  // from a token to the next
+const size_t row = size_t(Hv) * Dv;  // stride between tokens
 const device InT* v_at = v + (size_t(b) * T + start) * row + hv * Dv + dv0 + fn;
 device InT* o_at = o + size_t(b) * count * row + hv * Dv + dv0 + fn;
 threadgroup float* mine = exchange + sg * 3 * KDA_TILE;
@@ -70,7 +70,7 @@ for (int i = 0; i < Dk / 16; ++i) {
   simdgroup_load(S[i], state + state_at + i / 2 * KDA_SLAB + i % 2 * 8, Dk, ulong2(0, 0), true);
 }
 
-// What is on its way: slabs by the parity of their step, and T, M and the decay of a chunk.
+// Loads in flight: slabs by the parity of their step, and T, M and the decay of a chunk.
 float4 next[2];
 float4 small = float4(0.0f);
 next[0] = float4(0.0f);
@@ -92,7 +92,7 @@ threadgroup_barrier(mem_flags::mem_threadgroup);
 
 for (int n = 0; n < chunks; ++n) {
   const bool more = n + 1 < chunks;
-  InT v_c[4];  // converted where it is used, not where it is awaited
+  InT v_c[4];  // converted where it is used, not where it is loaded
   KDA_UNROLL
   for (int i = 0; i < 4; ++i) {
     const int t = n * KDA_CHUNK + i / 2 * 8 + fm;

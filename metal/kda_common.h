@@ -16,8 +16,8 @@
 // Template constant GATE: what the input `g` holds.
 enum KdaGate {
   KDA_GATE_NONE = 0,      // nothing: no decay
-  KDA_GATE_HEAD = 1,      // log decay, one number a head
-  KDA_GATE_CHANNEL = 2,   // log decay, one number a channel
+  KDA_GATE_HEAD = 1,      // log decay, one value per head
+  KDA_GATE_CHANNEL = 2,   // log decay, one value per channel
   KDA_GATE_SOFTPLUS = 3,  // raw gate a: g = -exp(A_log) softplus(a + dt_bias)
   KDA_GATE_BOUNDED = 4    // raw gate a: g = bound sigmoid(exp(A_log) (a + dt_bias))
 };

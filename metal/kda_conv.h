@@ -1,7 +1,7 @@
 // The short convolution and what surrounds it, shared by kda_decode and kda_prologue.
 //
 // x [B,T,channels] are the new tokens and window [B,CONV_KERNEL-1,channels] those before;
-// conv_weight [channels,CONV_KERNEL], oldest first. The pointers keep the address space they come with.
+// conv_weight [channels,CONV_KERNEL], oldest first. Pointers keep their address space.
 
 // Input of `channel`, `from` tokens after the first new one (negative: in the window).
 template <int CONV_KERNEL, typename X, typename Window>

@@ -12,15 +12,15 @@
 //          z [B,T,Hv,Dv]: output gate  weight [Dv]  state [B,Hv,Dv,Dk] float  lengths [>=B] int
 //          dims [T, H, Hv] int  params [scale, bound, eps] float
 // Outputs  y [B,T,Hv,Dv]; state_out [B,KEEP ? T : 1,Hv,Dv,Dk], with KEEP the state after each
-//          token; windows as they came in, moved on by lengths
+//          token; windows after the valid tokens
 //
-// Thread map: a threadgroup of SG <= 8 SIMD-groups a (batch, value head), grid (32 * SG, B*Hv). A
-// SIMD-group owns 8 value rows at a time, 4 lanes a row, Dk/4 state elements a lane, and goes through
-// Dv / (8 SG) such blocks with no barrier between them. Before that, a SIMD-group prepares one row
-// (token; q, k, v or decay) at a time; after it, one output row.
+// Thread map: a threadgroup of SG <= 8 SIMD-groups per batch row and value head, grid
+// (32 * SG, B*Hv). A SIMD-group owns 8 value rows at a time, 4 lanes per row, Dk/4 state elements
+// per lane, and takes Dv / (8 SG) such blocks with no barrier between them. Before that, a
+// SIMD-group prepares one row (token; q, k, v or decay) at a time; after it, one output row.
 // Threadgroup bytes: 4 TCAP (3 Dk + 2 Dv + 1): 20,512 at Dk = Dv = 128.
 // Order of reductions: norms: a lane over its channels, then simd_sum; rows as kda_recurrent.
-// Why: a decode step is bound by reading and writing the state once (2 x 64 KB a head), so its load
+// Why: a decode step is bound by reading and writing the state once (2 x 64 KB per head), so its load
 // is issued before anything else and all the rest of the layer hides behind it in one launch. 256
 // threads, not 512: a lane needs more registers than 512 threads can have on every chip.
 

@@ -1,11 +1,11 @@
-// kda_epilogue: what stands between the prefill kernels and a layer's output projection.
+// kda_epilogue: from the prefill kernels' output to a layer's output projection.
 //
 //   y = o / sqrt(mean o^2 + eps) * weight * sigmoid(z)
 //
 // Inputs   o, z [B,T,Hv,Dv]  weight [Dv]  lengths [>=B] int  dims [T, Hv, rows] int  params [eps]
 // Outputs  y [B,T,Hv,Dv], 0 past a row's length
 //
-// Thread map: a SIMD-group a row of Dv, 4 rows a threadgroup; grid (32, 4 * ceil(rows / 4)) with
+// Thread map: a SIMD-group per row of Dv, 4 rows per threadgroup; grid (32, 4 * ceil(rows / 4)) with
 // rows = B * T * Hv.
 // Threadgroup bytes: 0.
 // Order of reductions: a lane over its channels, then simd_sum.

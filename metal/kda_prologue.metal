@@ -1,17 +1,17 @@
-// kda_prologue: what stands between a layer's projections and its prefill kernels: short
-// convolution and SiLU of q, k and v, L2 norm of q and k.
+// kda_prologue: from a layer's projections to its prefill kernels: short convolution and SiLU of q,
+// k and v, L2 norm of q and k.
 //
 //   x_t = silu(sum_j w_j x~_(t-CONV_KERNEL+1+j))   over the window and the new tokens
-//   q, k <- x / sqrt(sum x^2 + 1e-6)        a head at a time
+//   q, k <- x / sqrt(sum x^2 + 1e-6)        per head
 //
 // Inputs   q, k [B,T,H*Dk]  v [B,T,Hv*Dv]: projections
 //          q_window, k_window, v_window [B,CONV_KERNEL-1,...]: the tokens before
 //          q_conv_weight, k_conv_weight, v_conv_weight [channels,CONV_KERNEL]
 //          lengths [>=B] int  dims [T, H, Hv] int
 // Outputs  q_out, k_out [B,T,H,Dk]  v_out [B,T,Hv,Dv], 0 past a row's length
-//          windows as they came in, moved on by lengths
+//          windows after the valid tokens
 //
-// Thread map: a threadgroup of 3 SIMD-groups (q, k, v) a batch row, head and 16 tokens; grid
+// Thread map: a threadgroup of 3 SIMD-groups (q, k, v) per batch row, head and 16 tokens; grid
 // (96 * ceil(T / 16), B * Hv). A lane keeps the weights and the last inputs of its D/32 channels
 // in registers while it walks the tokens. Value heads that share a key head: the first does q and k.
 // Threadgroup bytes: 0.

@@ -2,7 +2,7 @@
 //
 //   S <- S * a_t;  e = beta_t (v_t - S k_t);  S <- S + e k_t^T;  o_t = S (scale q_t)
 //
-// For short inputs and odd shapes, and the oracle of the chunked kernels on the same device.
+// For short inputs, and the reference of the chunked kernels on the same device.
 //
 // Inputs   q, k [B,T,H,Dk]  v [B,T,Hv,Dv]  g, A_log, dt_bias, beta (see kda_common.h)
 //          state [B,Hv,Dv,Dk] float  lengths [>=B] int
@@ -10,16 +10,16 @@
 // Outputs  o [B,count,Hv,Dv]: tokens start .. start+count;  state_out [B,Hv,Dv,Dk]
 //
 // Thread map: a threadgroup of 4 SIMD-groups owns 32 value rows of one head; a SIMD-group owns 8
-// rows, 4 lanes a row; a lane keeps Dk/4 state elements in registers, in fours: lane l of a row has
+// rows, 4 lanes per row; a lane keeps Dk/4 state elements in registers, in fours: lane l of a row has
 // the channels 16 i + 4 l .. + 3. Grid (128 * Dv/32, B*Hv).
 // Threadgroup bytes: TB (3 Dk + 33) 4 with TB = 16 tokens (8 where Dk > 128): 26,688 at Dk = 128.
-// Order of reductions: four partial sums a lane, added pairwise, then lanes xor 1, xor 2.
-// Why: rows packed eight to a SIMD-group need 2 shuffles a sum instead of a 32-lane reduction, and
-// k, q and a are read from memory (and exponentiated) once for 32 rows instead of once a row.
+// Order of reductions: four partial sums per lane, added pairwise, then lanes xor 1, xor 2.
+// Why: rows packed eight to a SIMD-group need 2 shuffles per sum instead of a 32-lane reduction, and
+// k, q and a are read from memory (and exponentiated) once for 32 rows instead of once per row.
 
 constexpr int ROWS = 32;
 constexpr int TB = Dk > 128 ? 8 : 16;
-constexpr int FOURS = Dk / 16;  // float4 a lane
+constexpr int FOURS = Dk / 16;  // float4 per lane
 
 threadgroup float4 k_s[TB * Dk / 4];
 threadgroup float4 q_s[TB * Dk / 4];

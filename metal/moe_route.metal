@@ -8,15 +8,15 @@
 // Outputs  chosen [tokens,K] uint  weights [tokens,K] OutT
 // Template E, K, GROUPS, KEPT, SOFTMAX, NORM (renormalise), OutT
 //
-// Thread map: a SIMD-group a token, expert = 32 i + lane; grid (32, tokens), threadgroup (32).
+// Thread map: a SIMD-group per token, expert = 32 i + lane; grid (32, tokens), threadgroup (32).
 // Threadgroup bytes: 4 (E + GROUPS), at most 4,224.
 // Order of reductions: softmax and the best choice: a lane over its experts, then simd_sum or
 // simd_max; the sum of the weights from the highest choice down. Of equal choices the lower expert
 // goes first.
-// Why: seven launches on a few hundred numbers each otherwise, 26 times a decode step.
+// Why: otherwise seven launches on a few hundred values each, 26 times per decode step.
 
-constexpr int MINE = (E + 31) / 32;  // experts a lane
-constexpr int SIZE = E / GROUPS;     // experts a group
+constexpr int MINE = (E + 31) / 32;  // experts per lane
+constexpr int SIZE = E / GROUPS;     // experts per group
 // Not infinity, which a fast-math compiler may take to be impossible.
 const float LOWEST = -3.4e38f;
 
@@ -83,7 +83,7 @@ if (GROUPS > KEPT) {
     const int e = 32 * i + lane;
     if (e < E) {
       const int mine = e / SIZE;
-      int better = 0;  // groups that go before this expert's
+      int better = 0;  // groups that rank before this expert's
       for (int g = 0; g < GROUPS; ++g) {
         better += group_s[g] > group_s[mine] || (group_s[g] == group_s[mine] && g < mine) ? 1 : 0;
       }
