@@ -46,7 +46,7 @@ def check(layer, dtype="float32", lengths=None, **options):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("T", range(1, 9))
 def test_one_to_eight_tokens(T, dtype):
-    """Cases A1, A2, A6, C14: fewer tokens than the convolution window as well."""
+    """Fewer tokens than the convolution window as well."""
     check(layer64.make(T=T, Dk=64, Dv=32, rounded=rounded(dtype), seed=T), dtype)
 
 
@@ -54,7 +54,7 @@ def test_one_to_eight_tokens(T, dtype):
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 @pytest.mark.parametrize("heads", [(1, 1), (2, 6)])
 def test_gates_and_head_groups(heads, lower_bound, beta_kind):
-    """Case A4, and value heads that share a key head."""
+    """Value heads that share a key head."""
     H, Hv = heads
     check(layer64.make(T=2, H=H, Hv=Hv, Dk=32, Dv=64, lower_bound=lower_bound, beta_kind=beta_kind))
 
@@ -86,8 +86,8 @@ def test_the_state_after_every_token(T, Dk, Dv):
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("lengths", [[0, 5, 2], [5, 9, 1]])
 @pytest.mark.parametrize("poison", [np.nan, 1e30])
-def test_b4_c3_tokens_past_a_length(lengths, poison, keep):
-    """Cases B4, C3: they output 0 and enter neither state nor window, whatever they hold."""
+def test_tokens_past_a_length(lengths, poison, keep):
+    """They output 0 and enter neither state nor window, whatever they hold."""
     layer = layer64.make(B=3, T=5, H=1, Hv=2, Dk=32, Dv=32)
     truth = layer.run(lengths)
     for x in (layer.q, layer.k, layer.v, layer.a, layer.b, layer.z):
@@ -102,8 +102,8 @@ def test_b4_c3_tokens_past_a_length(lengths, poison, keep):
 
 
 @pytest.mark.parametrize("T", [2, 4, 8])
-def test_c1_c14_token_by_token_is_the_same(T):
-    """Cases C1, C14: one go, or one token at a time."""
+def test_token_by_token_is_the_same(T):
+    """One go, or one token at a time."""
     layer = layer64.make(B=2, T=T, H=2, Dk=32, Dv=64)
     whole, end = step(layer, layer_state(layer))
     mem, parts = layer_state(layer), []
@@ -116,8 +116,8 @@ def test_c1_c14_token_by_token_is_the_same(T):
 
 
 @pytest.mark.parametrize("amplitude", [1, 0.1, 1e-2, 1e-3, 1e-4, 0])
-def test_a2_the_norms_add_eps_to_the_sum(amplitude):
-    """Case A2: eps on the mean is 0.87 off at amplitude 1e-4; a row of zeros is no NaN."""
+def test_the_norms_add_eps_to_the_sum(amplitude):
+    """eps on the mean is 0.87 off at amplitude 1e-4; a row of zeros is no NaN."""
     layer = layer64.make(B=1, T=2, H=1, Dk=128, Dv=32)
     layer = replace(
         layer,
@@ -128,8 +128,8 @@ def test_a2_the_norms_add_eps_to_the_sum(amplitude):
     check(layer)
 
 
-def test_a5_slow_decay_is_not_rounded():
-    """Case A5: bfloat16 activations, g = -8e-5 a token, 512 tokens: 4 % must go, not 0 or 17."""
+def test_slow_decay_is_not_rounded():
+    """bfloat16 activations, g = -8e-5 per token, 512 tokens: 4 % must go, not 0 or 17."""
     layer = layer64.make(B=1, T=1, H=1, Dk=32, Dv=32, rounded=rounded("bfloat16"))
     layer = replace(
         layer,
@@ -226,8 +226,8 @@ def test_the_epilogue(B, T, Hv, Dv, dtype):
         ({"weight": (64,)}, "norm_weight must be"),
     ],
 )
-def test_a9_a_wrong_shape_is_named(change, message):
-    """Case A9, siblings: every array of a layer."""
+def test_a_wrong_shape_is_named(change, message):
+    """Every array of a layer."""
     layer = layer64.make(B=2, T=3, H=2, Dk=32, Dv=32)
     wrong = replace(layer, **{n: np.zeros(shape) for n, shape in change.items()})
     w = parameters(layer)._replace(gate=gate_of(wrong), norm_weight=f32(wrong.weight))
@@ -235,7 +235,7 @@ def test_a9_a_wrong_shape_is_named(change, message):
         kda_decode(projections(wrong), w, layer_state(layer), runner="emulator-fast")
 
 
-def test_a9_wrong_windows_and_states_are_named():
+def test_wrong_windows_and_states_are_named():
     layer = layer64.make(B=2, T=3, H=2, Dk=32, Dv=32)
     mem = layer_state(layer)
     for wrong, message in (
@@ -248,8 +248,8 @@ def test_a9_wrong_windows_and_states_are_named():
 
 
 @pytest.mark.parametrize("T", [0, 9])
-def test_c14_other_lengths_are_refused(T):
-    """Case C14: T = 0 and T = 9 are not decode steps, and the reason says what is."""
+def test_other_lengths_are_refused(T):
+    """T = 0 and T = 9 are not decode steps, and the reason says what is."""
     assert supported(128, 128, mx.bfloat16, T=T) == (
         False,
         f"T = {T}: the decode kernel takes 1 to 8 tokens",
@@ -259,8 +259,8 @@ def test_c14_other_lengths_are_refused(T):
         step(layer, layer_state(layer), runner="emulator-fast")
 
 
-def test_g2_threads_of_every_size():
-    """Case G2: 128 to 256 threads, so that a lane may use all the registers there are."""
+def test_threads_of_every_size():
+    """128 to 256 threads, so that a lane may use all the registers there are."""
     for Dv in DIMS:
         groups = simd_groups(Dv)
         assert Dv % (8 * groups) == 0 and 4 <= groups <= 8

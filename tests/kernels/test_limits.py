@@ -86,8 +86,8 @@ def threadgroup_bytes(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_g1_threadgroup_memory_of_every_instantiation(name, threadgroup_bytes):
-    """Case G1: 32,768 bytes are the limit; the head of a file names its own number."""
+def test_threadgroup_memory_of_every_instantiation(name, threadgroup_bytes):
+    """32,768 bytes are the limit; the head of a file names its own number."""
     sizes = {args: total for (kernel, args), total in threadgroup_bytes.items() if kernel == name}
     assert len(sizes) == 128
     assert max(sizes.values()) <= METAL_BYTES, max(sizes, key=sizes.get)
@@ -100,8 +100,8 @@ def test_g1_threadgroup_memory_of_every_instantiation(name, threadgroup_bytes):
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_g2_threads_of_every_instantiation(name):
-    """Case G2: an over-limit launch is dropped without a word on some systems."""
+def test_threads_of_every_instantiation(name):
+    """An over-limit launch is dropped without a word on some systems."""
     assert max(threads for _, threads in instantiations(name)) <= METAL_THREADS // 2
 
 

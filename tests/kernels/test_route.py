@@ -27,7 +27,7 @@ CASES = {
 def draw(experts, tokens=5, seed=0):
     rng = np.random.default_rng(seed)
     logits = rng.standard_normal((tokens, experts)).astype(np.float32)
-    # The real range of the 48B's bias: all choices lie close together (case D5).
+    # The real range of the 48B's bias: all choices lie close together.
     bias = rng.uniform(6.817, 7.063, experts).astype(np.float32)
     return mx.array(logits), mx.array(bias)
 
@@ -51,8 +51,8 @@ def test_it_chooses_and_weighs_as_the_operations_do(case):
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 300])
-def test_d5_no_token_goes_elsewhere(tokens):
-    """Case D5: 256 experts, bias in (6.817, 7.063), against float64; a 16-bit bias moves half."""
+def test_no_token_goes_elsewhere(tokens):
+    """256 experts, bias in (6.817, 7.063), against float64; a 16-bit bias moves half."""
     logits, bias = draw(256, tokens, seed=tokens)
     chosen, _ = moe_route(logits, bias, top_k=8, runner="emulator-fast")
     x = np.array(logits, np.float64)
@@ -141,7 +141,7 @@ def test_it_passes_the_front_end(case, dtype):
     assert not report.diagnostics, "\n".join(map(str, report.diagnostics[:5]))
 
 
-def test_g1_threadgroup_memory_is_what_the_head_says():
+def test_threadgroup_memory_is_what_the_head_says():
     body = MOE_SOURCES["moe_route"].body
     assert re.findall(r"threadgroup float (\w+)\[(\w+)\]", body) == [
         ("choice_s", "E"),

@@ -31,8 +31,8 @@ def make(conv_kernel: int, T: int, B: int = 1, seed: int = 0):
 
 @pytest.mark.parametrize("conv_kernel", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("T", [0, 1, 2, 3, 4, 5, 8, 20])
-def test_c14_any_length_in_one_go_and_token_by_token(conv_kernel, T):
-    """Case C14: texts shorter than the window, one tap, no token at all."""
+def test_any_length_in_one_go_and_token_by_token(conv_kernel, T):
+    """Sequences shorter than the window, a kernel of one, no token at all."""
     conv, w, x = make(conv_kernel, T)
     if T == 0:
         window = mx.ones((1, conv_kernel - 1, C))
@@ -72,8 +72,8 @@ class Ragged:
 
 @pytest.mark.parametrize("conv_kernel", [1, 2, 4])
 @pytest.mark.parametrize("poison", [np.nan, 1e30])
-def test_c3_a_ragged_rows_window_ends_at_its_last_token(conv_kernel, poison):
-    """Case C3: rows of 0, 1, 2, 5 and 6 tokens, what follows them poisoned."""
+def test_a_ragged_rows_window_ends_at_its_last_token(conv_kernel, poison):
+    """Rows of 0, 1, 2, 5 and 6 tokens, what follows them poisoned."""
     lengths = [0, 1, 2, 5, 6]
     conv, w, x = make(conv_kernel, 6, B=5)
     for b, n in enumerate(lengths):
@@ -98,7 +98,7 @@ def test_padding_follows_the_cache():
     assert padding.lengths is None and padding.window is None
 
 
-def test_e8_a_float32_weight_does_not_widen_the_activations():
+def test_a_float32_weight_does_not_widen_the_activations():
     conv, _, x = make(4, 5)
     for dtype in (mx.float16, mx.bfloat16):
         y, window = conv(mx.array(x).astype(dtype))

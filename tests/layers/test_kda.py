@@ -71,8 +71,8 @@ def oracle(layer: KimiDeltaAttention, x: mx.array, dt_bias: np.ndarray | None = 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 @pytest.mark.parametrize("conv_kernel", [1, 2, 4])
 @pytest.mark.parametrize("T", [1, 3, 40])
-def test_a4_both_gates_against_float64(lower_bound, conv_kernel, T):
-    """Case A4: softplus and bounded gates in the layer, output and final state."""
+def test_both_gates_against_float64(lower_bound, conv_kernel, T):
+    """Softplus and bounded gates in the layer, output and final state."""
     layer, x = make(conv_kernel, lower_bound), inputs(T)
     want, state = oracle(layer, x)
     cache = ArraysCache(4)
@@ -85,8 +85,8 @@ def test_a4_both_gates_against_float64(lower_bound, conv_kernel, T):
     assert difference(cache[3][0], state) < LAYER_FLOAT32
 
 
-def test_a1_dt_bias_is_per_channel():
-    """Case A1: read per head (its first channel for all) it is wrong, and this test sees it."""
+def test_dt_bias_is_per_channel():
+    """Read per head (its first channel for all) it is wrong, and this test sees it."""
     layer, x = make(), inputs(40)
     want, _ = oracle(layer, x)
     bias = np.array(layer.dt_bias, np.float64).reshape(HEADS, D)
@@ -96,8 +96,8 @@ def test_a1_dt_bias_is_per_channel():
 
 
 @pytest.mark.parametrize("shape", [(HEADS,), (HEADS, 1), (1, 1, HEADS, 1)])
-def test_e5_any_shape_of_the_gate_parameters(shape):
-    """Case E5: A_log [H], [H, 1] or [1, 1, H, 1]; dt_bias [H * D] or [H, D]."""
+def test_any_shape_of_the_gate_parameters(shape):
+    """A_log [H], [H, 1] or [1, 1, H, 1]; dt_bias [H * D] or [H, D]."""
     layer, x = make(), inputs(12)
     want = layer(x)
     layer.A_log = layer.A_log.reshape(shape)
@@ -109,8 +109,8 @@ def test_e5_any_shape_of_the_gate_parameters(shape):
         layer(x)
 
 
-def test_c3_rows_that_end_early_leave_nothing_behind():
-    """Case C3: a ragged batch, garbage after each row's end; windows, state and one more step."""
+def test_rows_that_end_early_leave_nothing_behind():
+    """A ragged batch, garbage after each row's end; windows, state and one more step."""
     layer, T = make(), 21
     lengths = [0, 1, 2, 9, 21]
     rows = inputs(T, B=len(lengths))
@@ -134,8 +134,8 @@ def test_c3_rows_that_end_early_leave_nothing_behind():
             assert difference(cache[i][row], alone[i]) < LAYER_FLOAT32
 
 
-def test_a6_the_state_is_float32_under_16_bit_activations():
-    """Case A6: activations and windows in the model's dtype, the state always float32."""
+def test_the_state_is_float32_under_16_bit_activations():
+    """Activations and windows in the model's dtype, the state always float32."""
     for dtype in (mx.float16, mx.bfloat16):
         layer, x = make(), inputs(20).astype(dtype)
         keep = {"A_log": layer.A_log, "dt_bias": layer.dt_bias}

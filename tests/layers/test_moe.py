@@ -70,8 +70,8 @@ def test_masked_groups_stay_out_when_every_biased_score_is_negative():
     assert all(len({e // 4 for e in row}) <= 2 for row in chosen.tolist())
 
 
-def test_d5_the_router_bias_is_not_rounded():
-    """Case D5: 256 experts, bias ~ U(6.817, 7.063), top 8: no token picks other experts."""
+def test_the_router_bias_is_not_rounded():
+    """256 experts, bias ~ U(6.817, 7.063), top 8: no token picks other experts."""
     rng = np.random.default_rng(5)
     bias = rng.uniform(6.817, 7.063, 256).astype(np.float32)
     layer = MoE(64, 32, 256, top_k=8)
@@ -95,8 +95,8 @@ def test_d5_the_router_bias_is_not_rounded():
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_d5_the_router_is_float32_under_16_bit_activations(dtype):
-    """Case D5: 16-bit logits would move the choice as much as a 16-bit bias does."""
+def test_the_router_is_float32_under_16_bit_activations(dtype):
+    """16-bit logits would move the choice as much as a 16-bit bias does."""
     rng = np.random.default_rng(6)
     layer = MoE(64, 32, 64, top_k=4)
     layer.set_dtype(dtype)
