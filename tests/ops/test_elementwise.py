@@ -4,7 +4,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from memory import resident
 
 from mlx_kda.ops import elementwise
 
