@@ -42,6 +42,15 @@ _HUB_KEYS = {
     "norm_topk_prob": "moe_renormalize",
     "max_position_embeddings": "model_max_length",
 }
+# Keys that only transformers' dialect has.
+_NATIVE_KEYS = {
+    *_HUB_KEYS,
+    "layer_types",
+    "mlp_layer_types",
+    "linear_head_dim",
+    "linear_num_heads",
+    "linear_conv_kernel_dim",
+}
 # Keys of sibling families; a config that carries one is not plain Kimi Linear.
 _OTHER_FAMILIES = (
     "kda_lower_bound",
@@ -55,20 +64,6 @@ _OTHER_FAMILIES = (
     "activation_situ",
     "mla_use_output_gate",
 )
-# Keys of transformers' dialect of Kimi Linear that the hub's keys replace.
-NATIVE = {
-    "layer_types",
-    "mlp_layer_types",
-    "linear_head_dim",
-    "linear_num_heads",
-    "linear_conv_kernel_dim",
-    "num_local_experts",
-    "num_experts_per_tok",
-    "n_shared_experts",
-    "n_group",
-    "norm_topk_prob",
-    "max_position_embeddings",
-}
 
 
 @dataclass(frozen=True)
@@ -217,6 +212,11 @@ def _mlp_layer_types(config: Mapping[str, Any], layers: int) -> tuple[str, ...]:
         return (DENSE,) * layers
     first = integer(config, "first_k_dense_replace", 0, least=0)
     every = integer(config, "moe_layer_freq", 1)
+    return _by_rule(first, every, layers)
+
+
+def _by_rule(first: int, every: int, layers: int) -> tuple[str, ...]:
+    """MoE in every so many layers from the first MoE layer on, as the hub's dialect says it."""
     return tuple(MOE if i >= first and i % every == 0 else DENSE for i in range(layers))
 
 
@@ -254,7 +254,7 @@ def own_config(raw: dict[str, Any], config: KimiLinearConfig) -> tuple[dict[str,
         "short_conv_kernel_size": config.linear_conv_kernel_dim,
     }
     heads = config.num_attention_heads
-    result = {key: value for key, value in raw.items() if key not in NATIVE}
+    result = {key: value for key, value in raw.items() if key not in _NATIVE_KEYS}
     result |= {
         "model_type": config.model_type,
         "num_hidden_layers": config.num_hidden_layers,
@@ -283,7 +283,7 @@ def own_config(raw: dict[str, Any], config: KimiLinearConfig) -> tuple[dict[str,
         "first_k_dense_replace": first,
         "moe_layer_freq": freq,
     }
-    if not _says(config, first, freq):
+    if _by_rule(first, freq, len(config.layer_types)) != config.mlp_layer_types:
         result["mlp_layer_types"] = [
             "sparse" if kind == MOE else "dense" for kind in config.mlp_layer_types
         ]
@@ -303,13 +303,6 @@ def _dense_rule(config: KimiLinearConfig) -> tuple[int, int]:
         return len(kinds), 1
     first = kinds.index(MOE)
     for freq in range(1, len(kinds) + 1):
-        if _says(config, first, freq):
+        if _by_rule(first, freq, len(kinds)) == kinds:
             return first, freq
     return first, 1
-
-
-def _says(config: KimiLinearConfig, first: int, freq: int) -> bool:
-    rule = (
-        MOE if i >= first and i % freq == 0 else DENSE for i in range(len(config.mlp_layer_types))
-    )
-    return tuple(rule) == config.mlp_layer_types

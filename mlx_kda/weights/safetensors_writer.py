@@ -23,7 +23,7 @@ from ..format import size as size_of
 from .safetensors import DTYPE_NAMES, MAX_HEADER_BYTES, Pieces, Spec
 
 WAITING_BYTES = 64_000_000
-FLUSH_BYTES = 64_000_000
+SYNC_BYTES = 64_000_000  # so that the sync at the end is short
 BLOCK = 16_000_000
 
 
@@ -57,19 +57,32 @@ def write_file(
     Returns ``digest`` in hexadecimal.
     """
     digest = digest or hashlib.sha256()
-    with path.open("wb", buffering=0) as file, Flusher(file.fileno()) as flusher:
+    unsynced = 0
 
-        def write(block: memoryview) -> None:
-            while block:
-                count = file.write(block[:BLOCK])
-                block = block[count:]
-                flusher.wrote(count)
+    def write(block: memoryview) -> None:
+        nonlocal unsynced
+        while block:
+            count = file.write(block[:BLOCK])
+            block, unsynced = block[count:], unsynced + count
+            if unsynced >= SYNC_BYTES:
+                unsynced = 0
+                syncing.add(memoryview(b""))
 
-        with Background(write, waiting) as writer, Background(digest.update, waiting) as hasher:
-            for block in _blocks(tensors, arrays, metadata or {"format": "mlx"}):
-                hasher.add(block)
-                writer.add(block)
-                del block
+    def sync(_: memoryview) -> None:
+        # The caller's sync meets the same error and raises it.
+        with contextlib.suppress(OSError):
+            os.fsync(file.fileno())
+
+    with (
+        path.open("wb", buffering=0) as file,
+        Background(sync) as syncing,
+        Background(write, waiting) as writer,
+        Background(digest.update, waiting) as hasher,
+    ):
+        for block in _blocks(tensors, arrays, metadata or {"format": "mlx"}):
+            hasher.add(block)
+            writer.add(block)
+            del block
     return digest.hexdigest()
 
 
@@ -187,38 +200,3 @@ class Background:
             with self._change:
                 self._error = error
                 self._change.notify_all()
-
-
-class Flusher:
-    """Syncs a file in a thread while it is written, so that the sync at the end is short."""
-
-    def __init__(self, file: int, every: int = FLUSH_BYTES):
-        self._file, self._every, self._unsynced = file, every, 0
-        self._due, self._closed = threading.Event(), False
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def wrote(self, count: int) -> None:
-        """Count bytes that were written; never blocks."""
-        self._unsynced += count
-        if self._unsynced >= self._every:
-            self._unsynced = 0
-            self._due.set()
-
-    def __enter__(self) -> "Flusher":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._closed = True
-        self._due.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while True:
-            self._due.wait()
-            self._due.clear()
-            if self._closed:
-                return
-            # The sync at the end meets the same error and raises it.
-            with contextlib.suppress(OSError):
-                os.fsync(self._file)
