@@ -29,8 +29,8 @@ def large(tmp_path_factory):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("bits", [None, 4])
-def test_e4_memory_is_that_of_a_layer_not_of_the_model(large, tmp_path, bits):
-    """Case E4: the peak is within a layer, a file and a slack; the bits are those of one go."""
+def test_memory_is_that_of_a_layer_not_of_the_model(large, tmp_path, bits):
+    """The peak is within a layer, a file and a slack; the bits are those of one go."""
     source, nbytes = large
     found = measured("ours", source, tmp_path / "ours", bits, SHARD)
     used, slack = found["peak"] - found["idle"], 110_000_000

@@ -30,15 +30,17 @@ SPARED = re.compile(
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("quantise") / "source")
-
-
-@pytest.fixture(scope="module")
-def plain(source):
-    out = source.parent / "plain"
+def plain(source, tmp_path_factory):
+    """The unquantised tensors in MLX's names."""
+    out = tmp_path_factory.mktemp("plain") / "out"
     convert(source, out)
     return read_all(out)
+
+
+def same_logits_as_stock(folder) -> None:
+    """Stock mlx-lm and this package load a folder alike."""
+    truth, ours = stock_logits(folder, TOKENS), load_model(folder)(TOKENS)
+    assert mx.abs(ours - truth).max().item() <= STOCK * mx.abs(truth).max().item()
 
 
 def packing(config: dict, path: str) -> dict:
@@ -49,8 +51,8 @@ def packing(config: dict, path: str) -> dict:
 
 
 @pytest.mark.parametrize(("mode", "bits", "group"), MODES)
-def test_each_mode_packs_by_the_default_recipe(source, plain, mode, bits, group, tmp_path):
-    """Case E7: the gate path stays, the router has 8 bits, the rest is what mx.quantize makes."""
+def test_each_mode_by_the_default_recipe(source, plain, mode, bits, group, tmp_path):
+    """The gate path stays, the router has 8 bits, the rest is what mx.quantize makes."""
     out = tmp_path / "out"
     report = convert(source, out, q_bits=bits, q_group_size=group, q_mode=mode)
     result = read_all(out)
@@ -75,19 +77,11 @@ def test_each_mode_packs_by_the_default_recipe(source, plain, mode, bits, group,
         assert error.item() <= QUANTISED[how["mode"], how["bits"]]
     left_over = {n for n in result if not n.endswith((".scales", ".biases"))} - set(plain)
     assert not left_over
+    same_logits_as_stock(out)
 
 
-@pytest.mark.parametrize(("mode", "bits", "group"), MODES)
-def test_stock_mlx_lm_and_this_package_load_each_mode_alike(source, mode, bits, group, tmp_path):
-    """Quantised output in stock mlx-lm 0.32.2 and here: the same logits."""
-    convert(source, tmp_path / "out", q_bits=bits, q_group_size=group, q_mode=mode)
-    truth = stock_logits(tmp_path / "out", TOKENS)
-    ours = load_model(tmp_path / "out")(TOKENS)
-    assert mx.abs(ours - truth).max().item() <= STOCK * mx.abs(truth).max().item()
-
-
-def test_e7_kept_weights_are_named_in_the_report(source, tmp_path):
-    """Case E7: what the recipe spares is said, one line for all layers."""
+def test_weights_that_are_not_quantised_are_named_in_the_report(source, tmp_path):
+    """One line for all layers."""
     report = convert(source, tmp_path / "out", q_bits=4, q_group_size=32)
     layer = "model.layers.*.self_attn"
     for part in ("b_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"):
@@ -111,7 +105,7 @@ def test_a_width_that_no_group_divides_is_left_and_said(source, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("wish", "word"),
+    ("options", "word"),
     [
         ({"q_bits": 7}, "7 bits"),
         ({"q_bits": 0}, "0 bits"),
@@ -125,19 +119,21 @@ def test_a_width_that_no_group_divides_is_left_and_said(source, tmp_path):
         ({"shard_bytes": 0}, "shard"),
     ],
 )
-def test_a_wish_that_cannot_be_met_is_refused_before_anything_is_read(wish, word, tmp_path):
+def test_options_that_mlx_does_not_have_are_refused_before_anything_is_read(
+    options, word, tmp_path
+):
     with pytest.raises(UserError, match=word):
-        convert(tmp_path / "nowhere", tmp_path / "out", **wish)
+        convert(tmp_path / "nowhere", tmp_path / "out", **options)
     assert not list(tmp_path.iterdir())
 
 
-# --- dtypes (cases D5, E8)
+# --- dtypes
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("bits", [None, 4])
-def test_e8_gate_parameters_stay_float32_and_all_else_follows(source, dtype, bits, tmp_path):
-    """Cases D5, E8: A_log, dt_bias and the router's bias are the source's bits in any dtype."""
+def test_gate_parameters_stay_float32_and_all_else_follows(source, dtype, bits, tmp_path):
+    """A_log, dt_bias and the router's bias are the source's bits in any dtype."""
     convert(source, tmp_path / "out", dtype=dtype, q_bits=bits, q_group_size=bits and 32)
     given, result = weights(), read_all(tmp_path / "out")
     checked = 0
@@ -154,15 +150,14 @@ def test_e8_gate_parameters_stay_float32_and_all_else_follows(source, dtype, bit
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_e8_one_float32_router_does_not_widen_the_model(dtype, tmp_path):
-    """Case E8: a router stored in float32 beside 16-bit weights follows them, and is reported."""
+def test_one_float32_router_does_not_widen_the_model(dtype, tmp_path):
+    """A router stored in float32 beside 16-bit weights is cast like them, and is reported."""
     router = "model.layers.2.block_sparse_moe.gate.weight"
     tensors = {
         name: tensor if name == router else tensor.astype(dtype)
         for name, tensor in weights().items()
     }
-    source = write_checkpoint(tmp_path / "source")
-    write_weights(source, tensors)
+    source = write_checkpoint(tmp_path / "source", tensors=tensors)
     report = convert(source, tmp_path / "out")
     assert list(report.cast) == ["model.layers.*.mlp.gate.weight"]
     others = {
@@ -173,18 +168,19 @@ def test_e8_one_float32_router_does_not_widen_the_model(dtype, tmp_path):
     assert others == {dtype}
 
 
-def test_d5_the_bias_arrives_bit_by_bit(tmp_path):
-    """Case D5: biases in a range where bfloat16 merges them; a zero's sign and a denormal too."""
+def test_the_router_bias_arrives_bit_by_bit(tmp_path):
+    """Biases in a range where bfloat16 merges them; a zero's sign and a denormal too."""
     key = mx.random.key(7)
     bias = mx.random.uniform(6.817, 7.063, (8,), key=key)
     assert len(set(bias.astype(mx.bfloat16).tolist())) < 8
     bias = mx.concatenate([bias[:6], mx.array([-0.0, 1e-42])])
     name = "model.layers.1.block_sparse_moe.gate.e_score_correction_bias"
-    source = write_checkpoint(tmp_path / "source")
-    write_weights(source, weights() | {name: bias})
-    for number, wish in enumerate(({}, {"dtype": "bfloat16"}, {"q_bits": 2, "q_group_size": 32})):
+    source = write_checkpoint(tmp_path / "source", tensors=weights() | {name: bias})
+    for number, options in enumerate(
+        ({}, {"dtype": "bfloat16"}, {"q_bits": 2, "q_group_size": 32})
+    ):
         out = tmp_path / f"out{number}"
-        convert(source, out, **wish)
+        convert(source, out, **options)
         assert same_bits(read_all(out)["model.layers.1.mlp.e_score_correction_bias"], bias)
 
 
@@ -196,8 +192,7 @@ def test_bfloat16_sources_are_read_bit_by_bit(tmp_path):
     tensors = {name: tensor.astype(mx.bfloat16) for name, tensor in weights().items()}
     rows = {"model.embed_tokens.weight": table[: 288 * 64], "lm_head.weight": table[-288 * 64 :]}
     tensors |= {name: values.reshape(288, 64) for name, values in rows.items()}
-    source = write_checkpoint(tmp_path / "source")
-    write_weights(source, tensors)
+    source = write_checkpoint(tmp_path / "source", tensors=tensors)
     convert(source, tmp_path / "out", shard_bytes=50_000)
     result = read_all(tmp_path / "out")
     for name in rows:
@@ -209,8 +204,7 @@ def test_values_beyond_float16_are_refused_by_name(tmp_path):
     name = "model.layers.0.self_attn.o_proj.weight"
     tensors = weights()
     tensors[name] = tensors[name] * 0 + 7e4
-    source = write_checkpoint(tmp_path / "source")
-    write_weights(source, tensors)
+    source = write_checkpoint(tmp_path / "source", tensors=tensors)
     with pytest.raises(UserError, match=rf"{name} .*range of .*float16"):
         convert(source, tmp_path / "out", dtype="float16")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
@@ -231,8 +225,7 @@ def test_weights_that_are_no_numbers_are_refused_by_name(name, value, tmp_path):
     tensors[name] = mx.concatenate([tensors[name].flatten()[:-1], mx.array([value])]).reshape(
         tensors[name].shape
     )
-    source = write_checkpoint(tmp_path / "source")
-    write_weights(source, tensors)
+    source = write_checkpoint(tmp_path / "source", tensors=tensors)
     with pytest.raises(UserError, match="NaN or infinite"):
         convert(source, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
@@ -242,12 +235,12 @@ def test_weights_that_are_no_numbers_are_refused_by_name(name, value, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def stock_folder(source):
+def stock_folder(source, tmp_path_factory):
     """The checkpoint as stock mlx-lm converts it to 4 bits."""
     from mlx_lm.utils import load_model as stock_load
     from mlx_lm.utils import quantize_model, save_config, save_model
 
-    out = source.parent / "stock"
+    out = tmp_path_factory.mktemp("stock") / "out"
     model, config = stock_load(source)
     model, config = quantize_model(model, config, 32, 4)
     save_model(out, model)
@@ -265,8 +258,7 @@ def test_what_stock_mlx_lm_quantised_is_taken_over(stock_folder, tmp_path):
     assert report.quantization["model.layers.1.mlp.gate"]["bits"] == 8
     truth = stock_logits(stock_folder, TOKENS)
     assert mx.array_equal(stock_logits(tmp_path / "out", TOKENS), truth).item()
-    ours = load_model(tmp_path / "out")(TOKENS)
-    assert mx.abs(ours - truth).max().item() <= STOCK * mx.abs(truth).max().item()
+    same_logits_as_stock(tmp_path / "out")
 
 
 def test_quantising_what_is_quantised_is_refused(stock_folder, tmp_path):
@@ -277,8 +269,8 @@ def test_quantising_what_is_quantised_is_refused(stock_folder, tmp_path):
 @pytest.mark.parametrize(
     ("mode", "bits", "group"), [("affine", 4, 32), ("mxfp4", 4, 32), ("nvfp4", 4, 16)]
 )
-def test_e2_a_quantised_kv_b_proj_of_late_2025_is_split(source, plain, mode, bits, group, tmp_path):
-    """Case E2: checkpoints that hold kv_b_proj packed, with biases or without, convert and load."""
+def test_a_quantised_kv_b_proj_is_split(source, mode, bits, group, tmp_path):
+    """mlx-lm of late 2025 wrote kv_b_proj packed, with biases or without."""
     old = tmp_path / "old"
     convert(source, old, q_bits=bits, q_group_size=group, q_mode=mode)
     tensors = {k: v for k, v in read_all(old).items() if not re.search("embed_q|unembed_out", k)}
@@ -298,10 +290,9 @@ def test_e2_a_quantised_kv_b_proj_of_late_2025_is_split(source, plain, mode, bit
     values = result["model.layers.3.self_attn.unembed_out.weight"]
     assert mx.array_equal(keys.astype(mx.float32), split[:, :32].swapaxes(1, 2)).item()
     assert mx.array_equal(values.astype(mx.float32), split[:, 32:]).item()
-    truth = stock_logits(tmp_path / "new", TOKENS)
-    for folder in (old, tmp_path / "new"):
-        ours = load_model(folder)(TOKENS)
-        assert mx.abs(ours - truth).max().item() <= STOCK * mx.abs(truth).max().item()
+    same_logits_as_stock(tmp_path / "new")
+    truth, ours = load_model(tmp_path / "new")(TOKENS), load_model(old)(TOKENS)
+    assert mx.abs(ours - truth).max().item() <= STOCK * mx.abs(truth).max().item()
 
 
 def test_packed_shapes_that_fit_no_mode_are_refused(stock_folder, tmp_path):
@@ -337,8 +328,8 @@ def test_is_finite_sees_every_infinity_and_nan(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_e8_activations_of_every_layer_stay_16_bits(dtype, tmp_path, monkeypatch):
-    """Case E8: gate parameters are float32, yet no layer of stock mlx-lm or of ours widens.
+def test_activations_of_every_layer_stay_16_bits(dtype, tmp_path, monkeypatch):
+    """Gate parameters are float32, yet no layer of stock mlx-lm or of ours widens.
 
     On the dense golden: MLX's CPU has no 16-bit experts.
     """
