@@ -22,7 +22,7 @@ from common import add_output, numbers, run
 
 from mlx_kda.bench import results
 from mlx_kda.bench.results import Benchmark, Row, columns
-from mlx_kda.bench.timing import Timing
+from mlx_kda.bench.timing import take_turns
 from mlx_kda.cli.measure import measure
 from mlx_kda.errors import UserError
 from mlx_kda.ops import reference64
@@ -69,6 +69,12 @@ class Candidate:
     call: Callable[[], Any]
     wait: Callable[[Any], None]
     read: Callable[[Any], tuple[np.ndarray, np.ndarray]]
+
+    def chain(self, calls: int) -> None:
+        """Call it several times and wait for the last."""
+        for _ in range(calls):
+            result = self.call()
+        self.wait(result)
 
 
 def rows(
@@ -118,39 +124,34 @@ def _module(framework: str):
 
 
 def _compare(candidates: list[Candidate], with_errors: bool) -> Iterator[dict[str, Any]]:
-    """Time the candidates in turns, then their errors."""
+    """Time the candidates in turns, then take their errors."""
     found: list[dict[str, Any]] = [{"candidate": c.name, "dtype": c.dtype} for c in candidates]
-    calls = [_warm(c, result) for c, result in zip(candidates, found, strict=True)]
-    taken: list[list[float]] = [[] for _ in candidates]
-    for _ in range(SAMPLES):
-        for i, candidate in enumerate(candidates):
-            if calls[i]:
-                start = time.perf_counter()
-                for _ in range(calls[i]):
-                    result = candidate.call()
-                candidate.wait(result)
-                taken[i].append((time.perf_counter() - start) / calls[i])
+    keys = [f"{c.name} {c.dtype}" for c in candidates]
+    warm = map(_warm, candidates, found)
+    calls = {key: number for key, number in zip(keys, warm, strict=True) if number}
+    chains = {k: c.chain for k, c in zip(keys, candidates, strict=True) if k in calls}
+    timings = take_turns(chains, calls, SAMPLES)
     truths: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-    for i, (candidate, result, times) in enumerate(zip(candidates, found, taken, strict=True)):
-        if times:
-            result |= Timing.of(times, calls[i]).columns()
+    for key, candidate, result in zip(keys, candidates, found, strict=True):
+        if key in timings:
+            result |= timings[key].columns()
             if with_errors:
-                key = id(candidate.given)
-                if key not in truths:
-                    truths[key] = reference64.recurrence(*candidate.given.arrays())
+                given = id(candidate.given)
+                if given not in truths:
+                    truths[given] = reference64.recurrence(*candidate.given.arrays())
                 o, S = candidate.read(candidate.call())
-                result["error"] = reference64.error(o, truths[key][0])
-                result["state_error"] = reference64.error(S, truths[key][1])
+                result["error"] = reference64.error(o, truths[given][0])
+                result["state_error"] = reference64.error(S, truths[given][1])
         yield result
 
 
 def _warm(candidate: Candidate, result: dict[str, Any]) -> int:
     """Calls to chain in a sample; 0, and why in ``result``, for a candidate that cannot run."""
     try:
-        candidate.wait(candidate.call())  # compiles
-        candidate.wait(candidate.call())
+        candidate.chain(1)  # compiles
+        candidate.chain(1)
         start = time.perf_counter()
-        candidate.wait(candidate.call())
+        candidate.chain(1)
         once = time.perf_counter() - start
     except Exception as error:  # a peer that refuses is a result
         result["failed"] = " ".join(str(error).split())[:200]

@@ -21,7 +21,7 @@ from common import add_output, count, numbers, run
 from memory import live_arrays, peak_resident, resident
 
 from mlx_kda.bench.results import Benchmark, columns
-from mlx_kda.bench.subject import config
+from mlx_kda.bench.shapes import config
 from mlx_kda.cli import options
 from mlx_kda.cli.measure import measure
 from mlx_kda.context import Context

@@ -24,7 +24,8 @@ from mlx_lm.models import kimi_linear as mlx_lm_kimi
 
 from mlx_kda.bench.model import launches, state_arrays
 from mlx_kda.bench.results import Benchmark, columns
-from mlx_kda.bench.subject import as_loaded, config, pack
+from mlx_kda.bench.shapes import config
+from mlx_kda.bench.subject import as_loaded, pack
 from mlx_kda.cli.measure import measure
 from mlx_kda.models.hybrid import Model
 from mlx_kda.models.kimi_linear import ModelArgs

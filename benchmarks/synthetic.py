@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_kda.bench.subject import config
+from mlx_kda.bench.shapes import config
 from mlx_kda.weights.safetensors import Spec
 from mlx_kda.weights.safetensors_writer import write_file
 

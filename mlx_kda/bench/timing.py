@@ -67,13 +67,20 @@ def interleave(
     calls = min(calls, max(1, int(budget / samples / slowest)))
     if calls == 1 and slowest * samples > budget:
         samples = max(3, int(budget / slowest))
+    return take_turns(candidates, dict.fromkeys(candidates, calls), samples)
+
+
+def take_turns(
+    candidates: dict[str, Callable[[int], None]], calls: dict[str, int], samples: int
+) -> dict[str, Timing]:
+    """`interleave` with a number of calls for each candidate, all of which have been called."""
     taken: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(samples):
         for name, run in candidates.items():
             start = time.perf_counter()
-            run(calls)
-            taken[name].append((time.perf_counter() - start) / calls)
-    return {name: Timing.of(seconds, calls) for name, seconds in taken.items()}
+            run(calls[name])
+            taken[name].append((time.perf_counter() - start) / calls[name])
+    return {name: Timing.of(seconds, calls[name]) for name, seconds in taken.items()}
 
 
 def spread(samples: list[float]) -> float:

@@ -7,7 +7,7 @@ from helpers.tiny import difference, tiny_config, tiny_model, tiny_weights, toke
 from mlx.utils import tree_flatten
 from tolerances import STOCK
 
-from mlx_kda.bench import buffers, model, subject
+from mlx_kda.bench import buffers, model, shapes
 from mlx_kda.bench.subject import Subject
 from mlx_kda.errors import UserError
 from mlx_kda.layers import blas_layout
@@ -21,7 +21,7 @@ SMALL = {"shape": "48b", "layers": 4, "vocab": 64, "dtype": "float32", "runner":
 @pytest.fixture
 def small(monkeypatch):
     """The 48B's shape with small matrices."""
-    monkeypatch.setitem(subject.SHAPES, "48b", launches.CONFIG)
+    monkeypatch.setitem(shapes.SHAPES, "48b", launches.CONFIG)
 
 
 @pytest.fixture
@@ -32,16 +32,16 @@ def folder(tmp_path):
 
 def test_the_48b_shape_is_its_first_layers_and_the_rest_of_its_sizes():
     """27 layers as published, every fourth MLA and the last; a part of them keeps the widths."""
-    whole = KimiLinearConfig.from_dict(subject.config("48b"))
+    whole = KimiLinearConfig.from_dict(shapes.config("48b"))
     assert [i + 1 for i, kind in enumerate(whole.layer_types) if kind == MLA] == [
         *(4, 8, 12, 16, 20, 24),
         27,
     ]
     assert whole.mlp_layer_types == (DENSE, *(MOE,) * 26)
-    few = KimiLinearConfig.from_dict(subject.config("48b", layers=5, vocab_size=512))
+    few = KimiLinearConfig.from_dict(shapes.config("48b", layers=5, vocab_size=512))
     assert few.layer_types == whole.layer_types[:5] and few.vocab_size == 512
     assert few.num_experts == whole.num_experts == 256 and few.hidden_size == 2304
-    assert subject.config("48b")["linear_attn_config"]["full_attn_layers"][-1] == 27
+    assert shapes.config("48b")["linear_attn_config"]["full_attn_layers"][-1] == 27
 
 
 def test_a_candidate_too_slow_for_the_next_context_is_left_out(monkeypatch):
