@@ -1,29 +1,27 @@
 """Checkpoints on the Hugging Face hub: headers by range requests, single files, and uploads.
 
 All traffic goes through huggingface_hub, which keeps the files in its cache and resumes downloads.
-It is imported here only, and late, because it is slow to import.
+It is slow to import: import this module only where the hub is needed.
 """
 
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import huggingface_hub
+from huggingface_hub import HfApi
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from ..errors import CheckpointError, UserError
 from .safetensors import StoredTensor, read_header, stored_entry
 from .source import INDEX, CheckpointSource, joined, read_config, read_placed, read_tensors
 
-if TYPE_CHECKING:
-    from huggingface_hub import HfApi
-
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "LICENSE*"]
 WEIGHTS = "*.safetensors"
 
 
-def api() -> "HfApi":
+def api() -> HfApi:
     """The hub's client."""
-    from huggingface_hub import HfApi
-
     return HfApi()
 
 
@@ -32,8 +30,6 @@ def open_repository(repo: str, revision: str | None, download: bool) -> Checkpoi
 
     Raises UserError: no such repository, a login is needed, no network.
     """
-    import huggingface_hub
-
     wanted = [*SMALL_FILES, WEIGHTS] if download else SMALL_FILES
     with _in_one_line(repo):
         fetched = huggingface_hub.snapshot_download(
@@ -116,8 +112,6 @@ def _in_one_line(repo: str, failed: str | None = None) -> Iterator[None]:
     ``failed`` is what it says first where the hub cannot be reached.
     """
     failed = failed or f"{repo} is not a local folder"
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-
     try:
         yield
     except GatedRepoError as error:

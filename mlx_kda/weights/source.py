@@ -91,7 +91,7 @@ def open_source(
     """
     folder = find_folder(source)
     if folder is None:
-        from . import hub
+        from . import hub  # imports huggingface_hub, which takes longer than the rest
 
         return hub.open_repository(str(source), revision, download)
     if revision is not None:
