@@ -1,5 +1,6 @@
 """What a model has read: its cache and the ids absorbed into it, which always agree."""
 
+import copy
 import inspect
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -200,8 +201,7 @@ class Context:
         Nothing is copied until one of the two continues, and then the last block of latents only.
         """
         checkpoints.check_supported(self.cache)
-        other = type(self).__new__(type(self))
-        other.__dict__.update(self.__dict__)
+        other = copy.copy(self)
         other.tokens = list(self.tokens)
         other.cache = checkpoints.copy(self.cache)
         other.checkpoints = self.checkpoints.copy()

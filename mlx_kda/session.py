@@ -4,6 +4,7 @@
 session files. Each turn reads its new tokens only.
 """
 
+import copy
 import hashlib
 import inspect
 from collections.abc import Generator, Iterator, Sequence
@@ -148,11 +149,8 @@ class Session:
             statistics=self.statistics,
             **options,
         )
-        transcript = self.transcript
-        end = transcript.said.get(len(transcript.messages) - 1)
-        in_answer = end == len(transcript.ids) and transcript.ids == self.context.tokens
-        if in_answer:
-            self._open = self._record(transcript.ids, self._open)
+        if self.transcript.ends_in_answer(self.context.tokens):
+            self._open = self._record(self.transcript.ids, self._open)
         return self._open
 
     # A conversation
@@ -250,9 +248,8 @@ class Session:
         if at is None:
             return None
         text, kept = self.messages[at]["content"], self.messages[:at]
-        transcript = self.transcript
-        ids = transcript.ids_for(self.tokenizer, kept, answer=False) if kept else []
-        transcript.update(kept, ids)
+        ids = self.transcript.ids_for(self.tokenizer, kept, answer=False) if kept else []
+        self.transcript.update(kept, ids)
         self.context.reuse(ids)
         return text
 
@@ -294,26 +291,14 @@ class Session:
         self.context.rewind(
             to, step=self.prefill_step, progress=progress, every=self.checkpoint_every
         )
-        self._forget_messages_beyond(len(self.context.tokens))
-
-    def _forget_messages_beyond(self, length: int) -> None:
-        transcript = self.transcript
-        said = {i: n for i, n in transcript.said.items() if n <= length}
-        last = max(said, default=-1)
-        keep = [m for i, m in enumerate(transcript.messages) if i <= last or m["role"] == "system"]
-        transcript.messages, transcript.said = keep, said
-        transcript.ids = transcript.ids[: said.get(last, 0)]
+        self.transcript.cut(len(self.context.tokens))
 
     def fork(self) -> "Session":
         """An independent session with the same content."""
         self._close()
-        other = type(self).__new__(type(self))
-        other.__dict__.update(self.__dict__)
+        other = copy.copy(self)
         other.context = self.context.fork()
-        old = self.transcript
-        other.transcript = Transcript(
-            [dict(message) for message in old.messages], list(old.ids), dict(old.said)
-        )
+        other.transcript = copy.deepcopy(self.transcript)
         return other
 
     # Files

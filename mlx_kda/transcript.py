@@ -65,6 +65,19 @@ class Transcript:
             self.said = {}
         self.messages, self.ids = messages, ids
 
+    def ends_in_answer(self, tokens: list[int]) -> bool:
+        """Whether these are the ids of the messages, the last of which is an answer's."""
+        return self.said.get(len(self.messages) - 1) == len(self.ids) and self.ids == tokens
+
+    def cut(self, length: int) -> None:
+        """Remove all after the last answer within the first ``length`` ids."""
+        self.said = {i: n for i, n in self.said.items() if n <= length}
+        last = max(self.said, default=-1)
+        self.messages = [
+            m for i, m in enumerate(self.messages) if i <= last or m["role"] == "system"
+        ]
+        self.ids = self.ids[: self.said.get(last, 0)]
+
     def _last_known(self, messages: list[Message]) -> int | None:
         last = None
         for i, (given, mine) in enumerate(zip(messages, self.messages, strict=False)):

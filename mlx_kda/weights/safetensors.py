@@ -3,8 +3,6 @@
 ``mx.load`` reads whole files and does not say which one is truncated.
 """
 
-import contextlib
-import io
 import json
 import os
 import struct
@@ -78,23 +76,15 @@ class StoredTensor(Spec):
     offset: int
 
 
-def read_header(
-    path: Path, metadata: dict[str, str] | None = None, file: io.FileIO | None = None
-) -> dict[str, StoredTensor]:
+def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file, by name; no tensor data is read.
-
-    Args:
-        path: the file.
-        metadata: the file's own metadata is added to it.
-        file: the same file where it is open already.
 
     Raises CheckpointError where the file is not safetensors, is truncated, or holds a dtype that
     MLX does not have (float8).
     """
     try:
-        with _opened(path, file) as source:
+        with path.open("rb", buffering=0) as source:
             size = os.fstat(source.fileno()).st_size
-            source.seek(0)
             head = source.read(8)
             if len(head) < 8:
                 raise CheckpointError(f"{path.name} is truncated: {size} bytes; download it again")
@@ -111,9 +101,7 @@ def read_header(
         raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path.name} has a damaged safetensors header: {error}") from error
-    found = header.pop("__metadata__", None) or {}
-    if metadata is not None:
-        metadata.update(found)
+    header.pop("__metadata__", None)
     return {
         name: stored_entry(path, name, entry, start=8 + length, size=size)
         for name, entry in header.items()
@@ -167,14 +155,11 @@ def read_tensor(stored: StoredTensor) -> mx.array:
     return as_array(stored, read_bytes(stored))
 
 
-def read_bytes(stored: StoredTensor, file: io.FileIO | None = None) -> Bytes:
-    """The bytes of one tensor, read from ``file`` where its file is open already.
-
-    Raises CheckpointError if the file ends too soon.
-    """
+def read_bytes(stored: StoredTensor) -> Bytes:
+    """The bytes of one tensor. Raises CheckpointError if the file ends too soon."""
     data = np.empty(stored.nbytes, np.uint8)
     try:
-        with _opened(stored.file, file) as source:
+        with stored.file.open("rb", buffering=0) as source:
             source.seek(stored.offset)
             done = 0
             while done < stored.nbytes:
@@ -185,10 +170,6 @@ def read_bytes(stored: StoredTensor, file: io.FileIO | None = None) -> Bytes:
     except OSError as error:
         raise CheckpointError(f"{stored.file.name} cannot be read: {error.strerror}") from error
     return data
-
-
-def _opened(path: Path, file: io.FileIO | None) -> contextlib.AbstractContextManager[io.FileIO]:
-    return path.open("rb", buffering=0) if file is None else contextlib.nullcontext(file)
 
 
 def as_array(spec: Spec, data: Bytes) -> mx.array:
