@@ -1,8 +1,8 @@
-"""The self-check: a model's kernels against MLX's operations, on this machine, before they count.
+"""The self-check: a model's kernels against MLX's operations, before their first use on a machine.
 
-A GPU drops a launch that is too large and a fast-math compiler may undo a careful sum, both without
-a word. So before a model uses kernels on a machine for the first time, each kernel that it needs
-computes what the operations compute, and if one fails none is used.
+A GPU may drop a launch that is too large, and a fast-math compiler may undo a careful sum, both
+silently. So each kernel that a model needs computes what the operations compute, and if one fails,
+none is used.
 """
 
 import contextlib
@@ -10,8 +10,9 @@ import hashlib
 import json
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from typing import Any
 
 import mlx.core as mx
@@ -63,8 +64,8 @@ def check_model(model: Any, dtype: mx.Dtype, runner: str) -> Iterator[Verdict]:
 def check(layer: KimiDeltaAttention, dtype: mx.Dtype, runner: str) -> Iterator[Verdict]:
     """Each kernel that ``layer`` needs against the operations, as the verdicts come.
 
-    The inputs are the layer's own weights and projections whose keys are much alike, from a state
-    that is not empty; output, state and windows are compared.
+    The inputs are the layer's own weights and projections with similar keys, from a state that is
+    not empty; output, state and windows are compared.
     """
     for T in LENGTHS:
         call = layer.choose(T, dtype, runner)
@@ -77,50 +78,50 @@ def check(layer: KimiDeltaAttention, dtype: mx.Dtype, runner: str) -> Iterator[V
 def check_router(moe: MoE, runner: str) -> Verdict:
     """The router's kernel against its operations on 16 tokens.
 
-    What must agree is how good the choice is, and its weights: two experts as good as each other
-    may change places.
+    The scores of the chosen experts and the weights must agree: two experts with equal scores may
+    change places.
     """
     T, E, bound = 16, moe.e_score_correction_bias.size, BOUNDS[mx.float32]
-    before, moe.runner = moe.runner, runner
-    try:
-        if not moe.by_kernel():
-            return Verdict(NONE, T, None, bound, "the router has no kernel for its sizes")
-        rng = np.random.default_rng(E)
-        logits = mx.array(rng.standard_normal((1, T, E)).astype(np.float32))
-        got = _routed(moe, logits)
-        moe.runner = "ops"
-        truth = _routed(moe, logits)
-    except Exception as error:  # whatever a compiler or a GPU comes up with
-        return Verdict("moe_route", T, None, bound, _line(error))
-    finally:
-        moe.runner = before
-    worst = max(_difference(g, t) for g, t in zip(got, truth, strict=True))
-    reason = "" if worst <= bound else "differs from the operations"
-    return Verdict("moe_route", T, worst, bound, reason)
+    if not moe.by_kernel(runner):
+        return Verdict(NONE, T, None, bound, "the router has no kernel for its sizes")
+    rng = np.random.default_rng(E)
+    logits = mx.array(rng.standard_normal((1, T, E)).astype(np.float32))
+    truth = _routed(moe, logits, "ops")
+    return _compare("moe_route", T, bound, lambda: _routed(moe, logits, runner), truth)
 
 
-def _routed(moe: MoE, logits: mx.array) -> list[np.ndarray]:
+def _routed(moe: MoE, logits: mx.array, runner: str) -> list[np.ndarray]:
     """How good each token's choices are, and its weights, both in order."""
-    chosen, weights = moe.route(logits, mx.float32)
+    chosen, weights = moe.route(logits, mx.float32, runner)
     scores = mx.sigmoid(logits) if moe.activation == "sigmoid" else mx.softmax(logits, axis=-1)
     values = mx.take_along_axis(scores + moe.e_score_correction_bias, chosen, axis=-1)
     return [np.sort(np.array(x, dtype=np.float64), axis=-1) for x in (values, weights)]
 
 
 def _check_one(layer: KimiDeltaAttention, call: LayerCall, T: int, dtype: mx.Dtype) -> Verdict:
-    bound = BOUNDS[dtype]
     inputs = _inputs(layer, T, dtype)
     # Token by token: matrix products in float32 are rounded to fewer bits on some GPUs.
     truth = _flat(*Operations("reference", "to compare with")(*inputs))
+    return _compare(call.path, T, BOUNDS[dtype], lambda: _flat(*call(*inputs)), truth)
+
+
+def _compare(
+    kernel: str,
+    T: int,
+    bound: float,
+    compute: Callable[[], list[np.ndarray]],
+    truth: list[np.ndarray],
+) -> Verdict:
+    """The verdict on what a kernel computes."""
     try:
-        got = _flat(*call(*inputs))
+        got = compute()
     except UserError:  # this machine lacks what the runner needs
         raise
     except Exception as error:  # whatever a compiler or a GPU comes up with
-        return Verdict(call.path, T, None, bound, _line(error))
+        return Verdict(kernel, T, None, bound, _line(error))
     worst = max(_difference(g, t) for g, t in zip(got, truth, strict=True))
     reason = "" if worst <= bound else "differs from the operations"
-    return Verdict(call.path, T, worst, bound, reason)
+    return Verdict(kernel, T, worst, bound, reason)
 
 
 def _line(error: Exception) -> str:
@@ -160,9 +161,9 @@ def _difference(x: np.ndarray, truth: np.ndarray) -> float:
 def prepare(model: Any, dtype: mx.Dtype) -> list[Verdict]:
     """Check a model's kernels once on a machine and compile them; on a failure use operations.
 
-    Does nothing where the model does not run on Metal. What was found is remembered for this chip,
-    macOS, MLX, package version, kernel text and kind of layer, in ``cache_dir()/checks.json``. A
-    failure is told loudly, and the operations take over.
+    Does nothing where the model does not run on Metal. The verdicts are stored for this chip,
+    macOS, MLX, package version, kernel source and kind of layer, in ``cache_dir()/checks.json``. A
+    failure is reported on stderr, and the operations take over.
 
     Returns:
         The verdicts, remembered or new; [] where there was nothing to check.
@@ -229,7 +230,7 @@ def _say(line: str) -> None:
 
 
 def describe(verdict: Verdict) -> str:
-    """One verdict in format."""
+    """One verdict as a line of text."""
     what = f"{verdict.kernel} on {format.tokens(verdict.tokens)}"
     if verdict.ok and verdict.error is not None:
         return f"{what}: error {verdict.error:.1e}, at most {verdict.bound:.0e}"
@@ -241,7 +242,7 @@ def describe(verdict: Verdict) -> str:
 
 
 def machine() -> dict[str, str]:
-    """What the kernels' fate depends on, by name."""
+    """What the verdicts depend on, by name."""
     chip = platform.machine()
     if mx.default_device().type == mx.DeviceType.gpu:
         chip = str(mx.device_info().get("device_name", chip))
@@ -249,7 +250,7 @@ def machine() -> dict[str, str]:
     return {
         "chip": chip,
         "system": f"macOS {mac}" if mac else f"{platform.system()} {platform.release()}",
-        "mlx": mx.__version__,
+        "mlx": version("mlx"),
         "mlx-kda": __version__,
         "Metal": "yes" if mx.metal.is_available() else "no",
     }
@@ -288,7 +289,7 @@ def _remembered() -> dict[str, Any]:
 
 
 def _remember(verdicts: dict[str, Sequence[dict]]) -> None:
-    """Written whole or not at all; a folder that cannot be written costs the check next time."""
+    """Write the file atomically; where it cannot be written, the check runs again next time."""
     path = cache_dir() / "checks.json"
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

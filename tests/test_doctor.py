@@ -159,7 +159,7 @@ def test_nothing_is_checked_without_metal():
 
 def test_the_command(capsys):
     assert main(["doctor"]) == 0
-    assert "no kernel to check" in capsys.readouterr().out
+    assert "no kernels to check" in capsys.readouterr().out
     assert main(["doctor", "--runner", "emulator-fast", "--heads", "1", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["runner"] == "emulator-fast" and len(report["checks"]) == 5

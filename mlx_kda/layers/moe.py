@@ -147,8 +147,15 @@ class MoE(nn.Module):
         if self.shared_experts is not None:
             self.shared_experts.merge(on)
 
-    def route(self, logits: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-        """Experts chosen and their weights for float32 logits [..., experts]."""
+    def route(
+        self, logits: mx.array, dtype: mx.Dtype, runner: str | None = None
+    ) -> tuple[mx.array, mx.array]:
+        """Experts chosen and their weights for float32 logits [..., experts].
+
+        By the router's kernel where the runner, this layer's or another, has one for its sizes,
+        and no gradient is wanted.
+        """
+        runner = runner or self.runner
         options: dict[str, Any] = {
             "top_k": self.top_k,
             "groups": self.groups,
@@ -158,13 +165,13 @@ class MoE(nn.Module):
             "scale": self.scale,
         }
         bias = self.e_score_correction_bias
-        if self.by_kernel():
-            return moe_route(logits, bias, **options, dtype=dtype, runner=self.runner)
+        if self.by_kernel(runner):
+            return moe_route(logits, bias, **options, dtype=dtype, runner=runner)
         return route(logits, bias, **options)
 
-    def by_kernel(self) -> bool:
-        """Whether the router's kernel runs: asked for, fitting, and no gradient wanted."""
-        if self.runner == "ops" or self.training:
+    def by_kernel(self, runner: str) -> bool:
+        """Whether the router's kernel runs under ``runner``."""
+        if runner == "ops" or self.training:
             return False
         return route_supported(self.e_score_correction_bias.size, self.top_k, self.groups)[0]
 
