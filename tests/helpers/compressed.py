@@ -23,7 +23,7 @@ def pack(values: np.ndarray, bits: int) -> np.ndarray:
 def packed(
     weight: mx.array, bits: int, group: int | None, symmetric: bool
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Parts of a weight, and the weight that they stand for, in float32."""
+    """The tensors that store a weight, and the weight they stand for, in float32."""
     rows, width = weight.shape
     groups = np.array(weight).reshape(rows, -1, group or width)
     low, high = groups.min(-1), groups.max(-1)
@@ -64,7 +64,7 @@ def write_compressed(
     kind: str = "pack-quantized",
     only: str = "",
 ) -> dict[str, mx.array]:
-    """Write the tiny checkpoint with its matrices packed (only those with `only` in their name).
+    """Write the tiny checkpoint with its matrices quantised (those with ``only`` in their name).
 
     Returns the plain tensors that it stands for.
     """
@@ -83,12 +83,10 @@ def write_compressed(
         if part != "weight" or only not in name or any(word in name for word in IGNORED):
             stored[name] = plain[name] = tensor
             continue
-        how = mxfp4 if kind.startswith("mxfp4") else None
-        parts, back = how(tensor) if how else packed(tensor, bits, group, symmetric)
+        is_mxfp4 = kind.startswith("mxfp4")
+        parts, back = mxfp4(tensor) if is_mxfp4 else packed(tensor, bits, group, symmetric)
         stored |= {f"{path}.{p}": mx.array(a) for p, a in parts.items()}
         plain[name] = mx.array(back)
-    for path in folder.glob("model*"):
-        path.unlink()
     write_weights(folder, stored)
     return plain
 

@@ -147,7 +147,9 @@ def weights(seed: int = 0) -> dict[str, mx.array]:
 
 
 def write_weights(folder: Path, tensors: dict[str, mx.array], shards: int = 2) -> None:
-    """Write ``tensors`` in shards with an index, as the hub has them."""
+    """Replace a folder's weights by ``tensors`` in shards with an index, as the hub has them."""
+    for old in folder.glob("model*"):
+        old.unlink()
     names = list(tensors)
     step = -(-len(names) // shards)
     index = {}

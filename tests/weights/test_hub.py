@@ -20,7 +20,7 @@ REPO = "owner/model"
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """The stand-in, which the package's client talks to, with an empty cache."""
+    """The stand-in hub, with an empty cache."""
     with serving() as server:
         client = huggingface_hub.HfApi(endpoint=server.endpoint, token="hf_nothing")
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
@@ -32,7 +32,7 @@ def hub(tmp_path, monkeypatch):
 
 @pytest.fixture
 def source(tmp_path, hub):
-    """A repository with a checkpoint of two files, and code that nobody may fetch."""
+    """A repository with a checkpoint of two files, and code that must not be downloaded."""
     folder = write_checkpoint(tmp_path / "source")
     (folder / "modeling_kimi.py").write_text("raise SystemExit")
     (folder / "pytorch_model.bin").write_bytes(b"pickle")
@@ -60,7 +60,7 @@ def test_a_plan_reads_headers_by_range(hub, tmp_path):
 
 
 def test_a_repository_is_converted_file_by_file(hub, source, tmp_path):
-    """Weights are fetched when they are wanted; no code, no pickles; the commit is recorded."""
+    """Weights are downloaded when needed; no code, no pickles; the commit is recorded."""
     seen = []
 
     def progress(done, total, name):
@@ -83,11 +83,9 @@ def test_a_repository_is_converted_file_by_file(hub, source, tmp_path):
     assert f"mlx-kda convert {REPO} OUT" in card
 
 
-def test_what_cannot_be_converted_is_told_before_it_is_downloaded(hub, source, tmp_path):
+def test_what_cannot_be_converted_is_refused_before_the_download(hub, source, tmp_path):
     tensors = weights()
     tensors["model.frob.weight"] = tensors.pop("model.norm.weight")
-    for path in source.glob("model*"):
-        path.unlink()
     write_weights(source, tensors)
     with pytest.raises(UserError, match=r"model\.norm\.weight"):
         convert(REPO, tmp_path / "out")
@@ -96,27 +94,27 @@ def test_what_cannot_be_converted_is_told_before_it_is_downloaded(hub, source, t
 
 
 def test_a_download_that_fails_keeps_what_is_finished(hub, source, tmp_path, monkeypatch):
-    """The second file is refused once: --resume goes on, and the first is not fetched again."""
+    """The second file fails once: --resume continues, and the first is not downloaded again."""
     second = "model-00002-of-00002.safetensors"
     real = huggingface_hub.hf_hub_download
 
-    def refuse(repo, name, **options):
+    def refuse(repo, name, **keywords):
         if name == second:
             raise ConnectionError("connection reset by peer")
-        return real(repo, name, **options)
+        return real(repo, name, **keywords)
 
-    wish = {"q_bits": 4, "q_group_size": 32, "shard_bytes": 60_000}
+    options = {"q_bits": 4, "q_group_size": 32, "shard_bytes": 60_000}
     with monkeypatch.context() as patch:
         patch.setattr(huggingface_hub, "hf_hub_download", refuse)
         with pytest.raises(UserError, match="connection reset"):
-            convert(REPO, tmp_path / "out", **wish)
+            convert(REPO, tmp_path / "out", **options)
     assert list((tmp_path / "out.partial").glob("model-*"))
     said, before = [], hub.sent["model-00001-of-00002.safetensors"]
-    convert(REPO, tmp_path / "out", **wish, resume=True, log=said.append)
+    convert(REPO, tmp_path / "out", **options, resume=True, log=said.append)
     assert "resuming" in said[-1]
     # headers are read again, the file is not
     assert hub.sent["model-00001-of-00002.safetensors"] - before <= 100_001
-    convert(source, tmp_path / "wanted", **wish)
+    convert(source, tmp_path / "wanted", **options)
     got, wanted = read_all(tmp_path / "out"), read_all(tmp_path / "wanted")
     assert all(same_bits(got[name], wanted[name]) for name in wanted)
 

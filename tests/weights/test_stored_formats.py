@@ -30,7 +30,7 @@ TOKENS = mx.array([[1, 5, 9, 200, 7, 3, 3, 250, 42]])
 
 
 def theirs(kind: str) -> tuple[PackedWeight, dict[str, mx.array]]:
-    """One weight of the file that compressed-tensors made, with its layout by our reading."""
+    """One weight of the file that compressed-tensors made, as it is read here."""
     parts = {f"x.{n.partition('.')[2]}": a for n, a in DATA.items() if n.startswith(f"{kind}.")}
     bits = int(kind[3]) if kind.startswith("int") else 4
     settings = {"num_bits": bits, "symmetric": "asym" not in kind}
@@ -45,7 +45,7 @@ def theirs(kind: str) -> tuple[PackedWeight, dict[str, mx.array]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_those_that_compressed_tensors_makes(kind):
-    """Every layout, bit for bit, against the package that wrote it."""
+    """Every format, bit for bit, against the package that wrote it."""
     layout, parts = theirs(kind)
     plain = dequantize(layout, parts.__getitem__, mx.bfloat16)
     assert same_bits(plain, parts["x.decompressed"])
@@ -53,7 +53,7 @@ def test_weights_are_those_that_compressed_tensors_makes(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_mlx_has_is_taken_over_without_rounding(kind):
-    """The packed words are the same bytes, and MLX makes the same weights of them."""
+    """``weight_packed`` keeps its bytes, and MLX makes the same weights of them."""
     layout, parts = theirs(kind)
     # one scale for a row of 64 is a group of 64
     ours = {"mxfp4", "int8-channel", *(f"int{bits}-g32" for bits in (2, 3, 4, 6, 8))}
@@ -102,7 +102,7 @@ def test_each_weight_has_the_scheme_whose_targets_name_it():
 
 
 def parts_of(tensors: dict[str, mx.array], path: str) -> list[mx.array]:
-    """Words, scales and, if there are any, biases of a packed weight."""
+    """Weight, scales and, if there are any, biases of a quantised weight."""
     names = (f"{path}.{part}" for part in ("weight", "scales", "biases"))
     return [tensors[name] for name in names if name in tensors]
 
@@ -110,7 +110,7 @@ def parts_of(tensors: dict[str, mx.array], path: str) -> list[mx.array]:
 @pytest.mark.parametrize(
     ("bits", "kind"), [(4, "pack-quantized"), (8, "pack-quantized"), (4, "mxfp4-pack-quantized")]
 )
-def test_a_packed_checkpoint_is_taken_over(tmp_path, bits, kind):
+def test_a_quantised_checkpoint_is_taken_over(tmp_path, bits, kind):
     """Experts, MLA and all the rest: the same weights, in a folder that stock mlx-lm loads."""
     plain = write_compressed(tmp_path / "source", bits, kind=kind)
     report = convert(tmp_path / "source", tmp_path / "out")
@@ -176,7 +176,7 @@ def test_dequantize_and_requantise(tmp_path):
     ("mode", "bits", "group"),
     [("affine", 4, 64), ("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)],
 )
-def test_what_mlx_packed_is_unpacked(tmp_path, mode, bits, group):
+def test_what_mlx_quantised_is_dequantised(tmp_path, mode, bits, group):
     source = write_checkpoint(tmp_path / "source")
     convert(source, tmp_path / "packed", q_mode=mode, q_bits=bits, q_group_size=group)
     convert(tmp_path / "packed", tmp_path / "plain", dequantize=True)
@@ -189,11 +189,9 @@ def test_what_mlx_packed_is_unpacked(tmp_path, mode, bits, group):
         if f"{path}.scales" not in packed:
             assert same_bits(array, packed[name])
             continue
-        parts = [
-            packed[f"{path}.{p}"] for p in ("weight", "scales", "biases") if f"{path}.{p}" in packed
-        ]
         form = settings.get(path, default)
-        assert same_bits(array, mx.dequantize(*parts, **form, dtype=mx.float32))
+        whole = mx.dequantize(*parts_of(packed, path), **form, dtype=mx.float32)
+        assert same_bits(array, whole)
     assert "quantization" not in settings_of(tmp_path / "plain")
     truth = load_model(tmp_path / "packed")(TOKENS)
     assert mx.abs(load_model(tmp_path / "plain")(TOKENS) - truth).max().item() <= 1e-3
@@ -210,13 +208,11 @@ def test_a_quantised_kv_b_proj_is_split_and_requantised(tmp_path, mode):
     parts = mx.quantize(weights()[f"{base}.weight"], 32, 4, mode=mode)
     for part, array in zip(("weight", "scales", "biases"), parts, strict=False):
         tensors[f"{base}.{part}"] = array
-    for path in (tmp_path / "old").glob("model*"):
-        path.unlink()
     write_weights(tmp_path / "old", tensors)
     convert(tmp_path / "old", tmp_path / "new", dequantize=True, q_bits=8, q_group_size=32)
     result = read_all(tmp_path / "new")
     name = "model.layers.3.self_attn.unembed_out"
-    back = mx.dequantize(*(result[f"{name}.{p}"] for p in ("weight", "scales", "biases")), 32, 8)
+    back = mx.dequantize(*parts_of(result, name), 32, 8)
     whole = mx.dequantize(*parts, group_size=32, bits=4, mode=mode, dtype=mx.float32)
     wanted = whole.reshape(2, 64, 32)[:, 32:]
     assert mx.abs(back - wanted).max().item() <= 1e-2 * mx.abs(wanted).max().item()
@@ -248,7 +244,7 @@ def refused(folder: Path, *words: str) -> None:
         ({"quant_method": "gptq"}, "gptq"),
     ],
 )
-def test_formats_that_are_not_read_are_named(tmp_path, change, word):
+def test_unsupported_formats_are_named(tmp_path, change, word):
     write_compressed(tmp_path / "source")
     entry = settings_of(tmp_path / "source")["quantization_config"] | change
     edit_json(tmp_path / "source" / "config.json", quantization_config=entry)
@@ -272,13 +268,11 @@ def test_damaged_parts_are_named(tmp_path, part, change, word):
     array = tensors.pop(f"{path}.{part}")
     if change:
         tensors[f"{path}.{part}"] = change(array)
-    for old in (tmp_path / "source").glob("model*"):
-        old.unlink()
     write_weights(tmp_path / "source", tensors)
     refused(tmp_path / "source", path, word)
 
 
-def test_a_plan_and_info_of_a_packed_source(tmp_path):
+def test_a_plan_and_info_of_a_quantised_source(tmp_path):
     write_compressed(tmp_path / "source")
     found = plan(tmp_path / "source", tmp_path / "out", q_bits=4, q_group_size=32, dequantize=True)
     assert found.problems == [] and "dequantised" in found.notes[0]
