@@ -173,26 +173,22 @@ class Blocks:
         self.length += T
 
     def _settle(self, rows: Arrays) -> None:
-        T, done = rows[0].shape[2], 0
+        """Write rows into the blocks, and into new ones where all are full."""
+        T, done, index, first = rows[0].shape[2], 0, 0, 0
         while done < T:
-            index, start, room = self._place(rows)
-            n = min(room, T - done)
-            piece = tuple(a[:, :, done : done + n] for a in rows)
-            self.blocks[index] = _written(self.blocks[index], start, piece)
-            self.settled += n
-            done += n
-
-    def _place(self, rows: Arrays) -> tuple[int, int, int]:
-        """(block, row in it, free rows) for the next row; a new block if all are full."""
-        first = 0
-        for index, block in enumerate(self.blocks):
-            size = block[0].shape[2]
-            if self.settled < first + size:
-                return index, self.settled - first, first + size - self.settled
+            if index == len(self.blocks):
+                size = max(FIRST_BLOCK, first // 2 // TAIL * TAIL)
+                self.blocks.append(tuple(_empty(a, size) for a in rows))
+            block = self.blocks[index]
+            size, start = block[0].shape[2], self.settled - first
+            if start < size:
+                n = min(size - start, T - done)
+                for array, new in zip(block, rows, strict=True):
+                    array[:, :, start : start + n] = new[:, :, done : done + n]
+                self.settled += n
+                done += n
             first += size
-        size = max(FIRST_BLOCK, first // 2 // TAIL * TAIL)
-        self.blocks.append(tuple(_empty(a, size) for a in rows))
-        return len(self.blocks) - 1, 0, size
+            index += 1
 
     def parts(self) -> list[Arrays]:
         """All rows in order; the arrays of a part side by side."""
