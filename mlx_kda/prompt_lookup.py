@@ -71,7 +71,6 @@ def decode(
     max_tokens: int,
     sampling: Sampling,
     acceptance: Acceptance,
-    most: int = MOST,
 ) -> Generator[int, None, None]:
     """Yield what ``context.decode`` yields, in fewer passes where the sequence repeats itself.
 
@@ -102,7 +101,7 @@ def decode(
             yield token
             if not left:
                 return
-            guess = index.guess(min(most, left - 1)) if len(since) <= REPLAY else []
+            guess = index.guess(min(MOST, left - 1)) if len(since) <= REPLAY else []
             logits, drawn = _verify(context, since, guess, sampling, buffer)
             right = next((i for i, t in enumerate(guess) if drawn[i] != t), len(guess))
             if buffer is not None:

@@ -32,10 +32,10 @@ def read(model, ids, policy="exact"):
     return context
 
 
-def said(context, n, sampling=None, **options):
+def said(context, n, sampling=None):
     acceptance = prompt_lookup.Acceptance()
     sampling = sampling or Sampling()
-    return list(prompt_lookup.decode(context, n, sampling, acceptance, **options)), acceptance
+    return list(prompt_lookup.decode(context, n, sampling, acceptance)), acceptance
 
 
 def assert_same_states(a, b):
