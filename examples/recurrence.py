@@ -24,7 +24,7 @@ def main() -> None:
 
     o, state = mlx_kda.kda_ref(q, k, v, g, beta)
     print("state:", state.shape, state.dtype)
-    print("decay a token, smallest and largest:", mx.exp(g).min().item(), mx.exp(g).max().item())
+    print("decay per token, smallest and largest:", mx.exp(g).min().item(), mx.exp(g).max().item())
 
     chunked, chunked_state = mlx_kda.kda_chunk_ref(q, k, v, g, beta, chunk=16)
     print("chunkwise form, largest difference:", difference(o, chunked))

@@ -1,4 +1,4 @@
-"""`kda`, the one entrance to every path, and what it chooses."""
+"""`kda`, the entry point of every path, and how a path is chosen."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -147,7 +147,7 @@ def _choose(x: CheckedInputs, path: str, runner: str) -> Choice:
     return Choice(path, "asked for by the caller")
 
 
-# A decode step asks the same question every time, and finding the words takes longer than a hash.
+# Every decode step makes the same choice, and writing its reason takes longer than a look-up.
 @lru_cache(maxsize=1024)
 def _choose_auto(
     T: int, Dk: int, Dv: int, dtype: mx.Dtype, empty: bool, runner: str, why: str

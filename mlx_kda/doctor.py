@@ -47,7 +47,7 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        """Right, or not there at all: then the operations run, which is no fault."""
+        """Right, or without a kernel: then the operations run, which is not a fault."""
         return self.kernel == NONE or (self.error is not None and self.error <= self.bound)
 
 

@@ -1,4 +1,4 @@
-"""The kernels' texts and signatures: one place that knows which file needs which header."""
+"""The kernels' sources and signatures, and which file needs which header."""
 
 from dataclasses import dataclass
 from functools import cache

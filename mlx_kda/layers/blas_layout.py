@@ -32,7 +32,7 @@ _on = True
 
 @contextlib.contextmanager
 def as_stored() -> Iterator[None]:
-    """Within it weights are left as they are stored: to measure what the layout gains."""
+    """Leave weights as they are stored within this context: to measure what the layout gains."""
     global _on
     _on = False
     try:
@@ -47,7 +47,7 @@ def applies() -> bool:
 
 
 def gains(layer: nn.Module) -> bool:
-    """Whether the weight of a linear map or of expert maps is worth laying out here."""
+    """Whether laying out the weight of a linear layer or of experts pays here."""
     if not applies() or type(layer) not in (nn.Linear, SwitchLinear, MultiLinear):
         return False
     dtype = layer.weight.dtype
@@ -61,20 +61,20 @@ def laid_out(weight: mx.array) -> mx.array:
 
 
 def as_right_factor(keys: mx.array) -> mx.array:
-    """``keys`` [..., S, D] for a product ``x @ keys^T``: laid out if that is the faster here."""
+    """``keys`` [..., S, D] for a product ``x @ keys^T``: laid out where that is faster."""
     return laid_out(keys) if applies() and keys.dtype == mx.float32 else keys
 
 
 def stacked(weights: Sequence[mx.array]) -> mx.array:
-    """Rows of matrices [..., N_i, K] under one another as [..., N, K], laid out."""
+    """Matrices [..., N_i, K] concatenated to [..., N, K], laid out."""
     return mx.concatenate([w.swapaxes(-1, -2) for w in weights], axis=-1).swapaxes(-1, -2)
 
 
 def lay_out(model: nn.Module) -> None:
     """Lay out every weight of a language model that gains from it; elsewhere, do nothing.
 
-    One weight at a time, so that no more than one is held twice. Names, shapes and values stay,
-    and an array that is put in a weight's place later is used as it is. ``model`` is one of this
+    Weights are laid out one at a time, so that at most one is in memory twice. Names, shapes and
+    values stay, and an array assigned to a weight later is used as it is. ``model`` is one of this
     package or of mlx-lm.
     """
     if not applies():

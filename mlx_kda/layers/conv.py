@@ -54,5 +54,5 @@ def short_conv(
     if padding is not None and padding.window is not None:
         return y, mx.take_along_axis(inputs, padding.window, axis=1)
     window = inputs[:, T:]
-    # A view would keep a whole prompt's inputs alive; for a few tokens it saves a copy.
+    # A view would keep all inputs of a prompt in memory; for a few tokens it saves a copy.
     return y, mx.contiguous(window) if conv_kernel < T else window

@@ -55,7 +55,7 @@ class KimiDeltaAttention(nn.Module):
             lower_bound: None takes the softplus gate, a negative number the bounded one.
             num_v_heads: Hv, a multiple of H; H unless given. Heads of v share a head of q and k.
             v_head_dim: Dv; Dk unless given.
-            gate_bias: whether the output gate's map ``g_b_proj`` has a bias.
+            gate_bias: whether the output gate's ``g_b_proj`` has a bias.
             negative_eigenvalues: ``beta = 2 sigmoid(b(x))``, in (0, 2).
         """
         super().__init__()
@@ -73,7 +73,7 @@ class KimiDeltaAttention(nn.Module):
         for name, width in (("q", keys), ("k", keys), ("v", values)):
             self[f"{name}_proj"] = nn.Linear(hidden_size, width, bias=False)
             self[f"{name}_conv"] = ShortConv(width, conv_kernel)
-        # Both gates pass through as many channels as a value head has.
+        # The low rank of both gates is the width of a value head.
         self.f_a_proj = nn.Linear(hidden_size, self.v_head_dim, bias=False)
         self.f_b_proj = nn.Linear(self.v_head_dim, gates, bias=False)
         self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
@@ -88,7 +88,7 @@ class KimiDeltaAttention(nn.Module):
     def __call__(self, x: mx.array, cache: Any = None, padding: Padding | None = None) -> mx.array:
         """x [B, T, hidden] -> the same shape; ``cache`` holds the four arrays of a LayerState.
 
-        With ``cache.one_by_one`` the tokens are computed as so many steps of decoding.
+        With ``cache.one_by_one`` the tokens are computed as T steps of decoding would.
         """
         if padding is not None and padding.real is not None:
             x = mx.where(padding.real, x, 0)
@@ -119,7 +119,7 @@ class KimiDeltaAttention(nn.Module):
         return choose(T, *sizes, dtype, runner or self.runner, self.training)
 
     def merge(self, on: bool = True) -> None:
-        """Apply the maps of x as few products, or one by one."""
+        """Merge the projections of x into as few products as possible, or apply them one by one."""
         self._bundle = Bundle(self._inputs()) if on else None
 
     def _inputs(self) -> tuple[nn.Module, ...]:

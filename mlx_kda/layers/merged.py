@@ -1,8 +1,8 @@
-"""Linear maps of one input as one matrix product: fewer launches a decode step.
+"""Linear layers with the same input merged into one matrix product: fewer launches per decode step.
 
-A merged map owns the weights and the maps it was made of become views of them, so nothing is held
-twice and the files' names stay. Each step asks whether the maps are still those: an adapter put in
-their place, or new weights, and the maps are applied one by one again.
+A merged layer owns the weights, and the layers it was made of become views of them, so no weight is
+stored twice and parameter names stay. Each step checks that the layers are still the same: once an
+adapter or new weights have replaced one, the layers are applied one by one again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,14 +14,14 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from . import blas_layout
 
-# Arrays of a map that have a row (or an expert's row) for each output.
+# Arrays of a layer with one row (or one row per expert) for each output.
 _ROWS = ("weight", "scales", "biases")
-# Up to this many tokens a step is bound by launches; a longer one by the strided outputs.
+# Up to this many tokens a step is bound by launches; with more, strided outputs cost more.
 FEW = 8
 
 
 class Merged:
-    """Several linear maps, or expert maps, of one input and one packing, as one map."""
+    """Several linear layers, or expert layers, of one input and one quantisation as one layer."""
 
     def __init__(self, layers: Sequence[nn.Module], axis: int):
         self.axis = axis
@@ -45,7 +45,7 @@ class Merged:
         self.views = [(layer, name, w) for layer in layers for name, w in _arrays(layer).items()]
 
     def __call__(self, x: mx.array) -> list[mx.array]:
-        """The outputs of the maps, in order, as views of one array."""
+        """The outputs of the layers, in order, as views of one array."""
         first = self.layers[0]
         if "scales" in first:
             y = mx.quantized_matmul(
@@ -67,7 +67,7 @@ def in_reach(layers: Sequence[nn.Module], rows: int = 0) -> bool:
     """Whether MLX's product of ``rows`` sorted rows finds every expert of ``layers``, merged.
 
     MLX's CUDA build (0.32.4) counts the bytes before an expert's weights in 31 bits and those
-    before its rows in 32: past 2 and 4 GiB it reads elsewhere and says nothing. Packed weights go
+    before its rows in 32: past 2 and 4 GiB it silently reads elsewhere. Quantised weights go
     through another kernel there.
     """
     if not _on_cuda():
@@ -82,7 +82,7 @@ def in_reach(layers: Sequence[nn.Module], rows: int = 0) -> bool:
 
 
 def _weight(layer: nn.Module) -> mx.array:
-    """Of a map or of what an adapter wraps, [E, out, in]."""
+    """The weight of a layer, or of the one that an adapter wraps, [E, out, in]."""
     return layer.weight if "weight" in layer else _weight(layer.linear)
 
 
@@ -93,7 +93,7 @@ def _on_cuda() -> bool:
 def gather(
     layer: nn.Module, arrays: Mapping[str, mx.array], x: mx.array, **indices: Any
 ) -> mx.array:
-    """MLX's gathered product of x [..., 1, D] by the ``arrays`` of an expert map like ``layer``."""
+    """MLX's gathered product of x [..., 1, D] and the ``arrays`` of experts like ``layer``."""
     if "scales" not in layer:
         return mx.gather_mm(x, arrays["weight"].swapaxes(-1, -2), **indices)
     return mx.gather_qmm(
@@ -110,25 +110,25 @@ def gather(
 
 
 class Bundle:
-    """Linear maps of one input: applied merged to a few tokens, one by one otherwise."""
+    """Linear layers of one input: applied merged to a few tokens, one by one otherwise."""
 
     def __init__(self, layers: Sequence[nn.Module]):
         self.groups = merge(layers)
         self.ids = {i for group in self.groups for i in group.ids}
-        # What each step compares, in one flat list: it runs many times a token.
+        # What each step compares, in one flat list: it runs many times per token.
         self.views = [view for group in self.groups for view in group.views]
 
     def whole(self, layers: Sequence[nn.Module]) -> Merged | None:
-        """The one merged map of all ``layers``, if it holds them in this order.
+        """The merged layer, if it is one, made of all ``layers`` and still valid.
 
-        A merged map that holds no longer is given up: views of it are slow by themselves.
+        One that is no longer valid is given up: views of it are slow by themselves.
         """
         if not self.holds(layers) or len(self.groups) != 1:
             return None
         return self.groups[0] if len(self.groups[0].layers) == len(layers) else None
 
     def holds(self, layers: Sequence[nn.Module]) -> bool:
-        """Whether the merged maps are among ``layers``, unchanged; if not, give them up."""
+        """Whether the merged layers are among ``layers``, unchanged; if not, give them up."""
         if self.ids.issubset(map(id, layers)):
             for layer, name, view in self.views:
                 if layer[name] is not view:
@@ -143,7 +143,7 @@ class Bundle:
         return False
 
     def __call__(self, layers: Sequence[nn.Module], x: mx.array) -> list[mx.array]:
-        """The outputs of ``layers``, which are the maps as they are now, in order."""
+        """The outputs of ``layers``, the layers as they are now, in order."""
         if not self.holds(layers) or x.size // x.shape[-1] > FEW:
             return [layer(x) for layer in layers]
         made: dict[int, mx.array] = {}
@@ -153,9 +153,9 @@ class Bundle:
 
 
 def merge(layers: Sequence[nn.Module]) -> list[Merged]:
-    """Merge what can be merged: maps of one kind, width, dtype and packing, two or more at a time.
+    """Merge layers of one kind, width, dtype and quantisation, two or more at a time.
 
-    Maps with a bias, adapters and unknown kinds are left alone.
+    Layers with a bias, adapters and unknown kinds are left alone.
     """
     kinds: dict[tuple, list[nn.Module]] = {}
     for layer in layers:
@@ -180,6 +180,6 @@ def _kind(layer: nn.Module) -> tuple | None:
     if "bias" in layer or "global_scale" in layer:
         return None
     packing = tuple(getattr(layer, name, None) for name in ("bits", "group_size", "mode"))
-    # Rows of one length and one dtype; for experts, one number of them.
+    # Rows of the same length and dtype; for experts, the same number of them.
     rows = tuple((name, w.dtype, w.shape[-1]) for name, w in _arrays(layer).items())
     return (type(layer), *packing, rows, layer.weight.shape[:-2])

@@ -18,7 +18,7 @@ class MLP(nn.Module):
         self._bundle: Bundle | None = None
 
     def merge(self, on: bool = True) -> None:
-        """Apply gate and up as one map, or one by one."""
+        """Merge gate and up into one product, or apply them one by one."""
         self._bundle = Bundle(self._inputs()) if on else None
 
     def _inputs(self) -> tuple[nn.Module, nn.Module]:

@@ -20,7 +20,7 @@ _SORTED_FROM = 64
 
 
 class Experts(SwitchGLU):
-    """mlx-lm's routed experts, but with gate and up as one map, and 16 bit on the CPU.
+    """mlx-lm's routed experts with gate and up merged, and 16-bit weights on the CPU.
 
     MLX's CPU build gathers float32 matrices only: there 16-bit experts are computed in float32.
     """
@@ -30,7 +30,7 @@ class Experts(SwitchGLU):
         self._bundle: Bundle | None = None
 
     def merge(self, on: bool = True) -> None:
-        """Apply gate and up as one map, where MLX can sort rows for it, or one by one."""
+        """Merge gate and up, where MLX can sort rows for the product, or apply them one by one."""
         on = on and in_reach(self._inputs())
         self._bundle = Bundle(self._inputs()) if on else None
 
@@ -53,7 +53,7 @@ class Experts(SwitchGLU):
         return all(in_reach(maps, rows) for maps in (*inputs, [self.down_proj]))
 
     def _unsorted(self, apply: Callable, x: mx.array, chosen: mx.array) -> mx.array:
-        """A product for each token and expert, each map by ``apply(map, rows, chosen)``."""
+        """A product for each token and expert, each layer by ``apply(layer, rows, chosen)``."""
         rows = x[..., None, None, :]
         hidden = swiglu(apply(self.gate_proj, rows, chosen), apply(self.up_proj, rows, chosen))
         return apply(self.down_proj, hidden, chosen).squeeze(-2)
@@ -73,8 +73,8 @@ class Experts(SwitchGLU):
         order = mx.argsort(chosen.flatten())
         experts = chosen.flatten()[order]
         rows = x.reshape(-1, 1, x.shape[-1])[order // chosen.shape[-1]]
-        # The maps by themselves are strided views, and MLX's product of sorted rows copies such
-        # weights whole, every expert's, before it begins.
+        # The single layers are strided views, and MLX's product of sorted rows would copy such
+        # weights of every expert first.
         sorted_by = {"rhs_indices": experts, "sorted_indices": True}
         y = gather(merged.layers[0], merged.whole, rows, **sorted_by)
         hidden = swiglu(*mx.split(y, merged.ends, axis=-1))
@@ -83,7 +83,7 @@ class Experts(SwitchGLU):
 
 
 class _SwiGLU(nn.Module):
-    """What mlx-lm's experts call between their maps."""
+    """What mlx-lm's experts call between their layers."""
 
     def __call__(self, x: mx.array, gate: mx.array) -> mx.array:
         return swiglu(gate, x)
@@ -91,7 +91,7 @@ class _SwiGLU(nn.Module):
 
 @lru_cache(maxsize=256)
 def _rows(shape: tuple[int, ...]) -> mx.array:
-    """Row numbers 0, 1, ... in ``shape``: MLX would make them anew for every gathered product."""
+    """Row numbers 0, 1, ... in ``shape``: MLX would make them again for every gathered product."""
     rows = mx.arange(math.prod(shape), dtype=mx.uint32).reshape(shape)
     mx.eval(rows)
     return rows
@@ -111,8 +111,8 @@ def _cpu_linear(layer: nn.Module, x: mx.array, chosen: mx.array) -> mx.array:
 class MoE(nn.Module):
     """``sum_i w_i expert_i(x) + shared(x)``; the router works in float32 whatever x is.
 
-    ``e_score_correction_bias`` stays float32: in bfloat16 neighbouring values collapse and other
-    experts win.
+    ``e_score_correction_bias`` stays float32: in bfloat16 neighbouring values become equal and
+    other experts are chosen.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class MoE(nn.Module):
         self.runner = "ops"
 
     def merge(self, on: bool = True) -> None:
-        """Apply gate and up of the experts as one map, or one by one."""
+        """Merge gate and up of the experts into one product, or apply them one by one."""
         self.switch_mlp.merge(on)
         if self.shared_experts is not None:
             self.shared_experts.merge(on)

@@ -1,4 +1,4 @@
-"""Which tokens of a padded batch are real, worked out once a forward pass for all KDA layers."""
+"""Which tokens of a padded batch are real, computed once per forward pass for all KDA layers."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ import mlx.core as mx
 
 @dataclass(frozen=True)
 class Padding:
-    """Padding of the T tokens at hand.
+    """Padding of the T tokens of a call.
 
     lengths: int32 [B], where the real tokens end (right padding), or None.
     window: int32 [B, conv_kernel - 1, 1], the rows of (old window + tokens) that the next step's

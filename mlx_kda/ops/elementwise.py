@@ -1,4 +1,4 @@
-"""exp and what is made of it, right to float32 on the CPU too.
+"""exp, sigmoid, softplus and SiLU, accurate to float32 on the CPU too.
 
 MLX's CPU build computes exp with errors up to 1e-6. float32 arrays there are computed from expm1,
 which MLX has right, to within 3e-7, so that a sequence split elsewhere gives the same results::

@@ -1,7 +1,6 @@
-"""The float64 oracle, token by token, and the inputs on which wrong kernels look right or do not.
+"""The recurrence in NumPy and float64, and hard inputs, to judge every other path by.
 
-Nothing here calls the rest of the package, nor MLX: the recurrence is written once more in numpy,
-so that tests, benchmarks and the self-check have a truth that no kernel shares a line with.
+Nothing here uses MLX or the rest of the package, so that no path shares a line with its reference.
 """
 
 from dataclasses import dataclass, replace

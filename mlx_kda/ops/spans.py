@@ -18,7 +18,7 @@ _BLOCK = 8
 
 @dataclass
 class Span:
-    """Consecutive tokens, L of them, in a batch of M spans: what is left of them for their chunk.
+    """Consecutive tokens, L of them, in a batch of M spans: what their chunk needs of them.
 
     M = (T / L) * B * Hv: time first, so that merging joins rows a whole B * Hv apart.
 

@@ -1,4 +1,4 @@
-"""The recurrence for a few tokens: one small matrix product reads the state once a token.
+"""The recurrence for a few tokens: one small matrix product per token reads the state.
 
 Reached as path "step" of `kda`.
 """
