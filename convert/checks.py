@@ -156,7 +156,7 @@ def check_tokenizer(
 ) -> None:
     """The tokenizer loads, and text in several scripts comes back from its ids.
 
-    Decoded at once and streamed, by what `load_tokenizer` uses inside transformers, which is slow
+    Decoded at once and streamed, by what ``load_tokenizer`` uses inside transformers, which is slow
     to import and adds nothing to encoding and decoding.
     """
     bound = f"text comes back from its ids, all below {vocab_size:,}"

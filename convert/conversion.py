@@ -1,4 +1,4 @@
-"""`convert`: a Hugging Face checkpoint in, an MLX folder out, one tensor in memory at a time."""
+"""``convert``: a Hugging Face checkpoint in, an MLX folder out, one tensor in memory at a time."""
 
 import hashlib
 import time
@@ -137,7 +137,7 @@ def _finished_before(
     """The report of an output that the same conversion has written; None if there is none.
 
     If a weight file of it is missing or has another size, it is converted again with ``overwrite``;
-    raises UserError without. Contents are checked by `verify` only.
+    raises UserError without. Contents are checked by ``verify`` only.
     """
     content = read_report(out)
     if content is None or content.get("identity") != identity_hash(identity):

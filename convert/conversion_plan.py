@@ -180,7 +180,7 @@ class ConversionPlan:
 
 
 def plan_conversion(source: CheckpointSource, options: ConvertOptions) -> ConversionPlan:
-    """Plan the conversion of a source; with a byte budget, `apply_recipe` is still to be called.
+    """Plan the conversion of a source; with a byte budget, ``apply_recipe`` is still to be called.
 
     Raises CheckpointError or UserError: a feature or layout that is not supported, a tensor that
     is missing, left over or of a wrong shape, a rule that applies to no weight.

@@ -223,7 +223,7 @@ def _replace(out: Path, partial: Path) -> None:
     """Put the finished folder in place of an empty or an older one.
 
     The older one is moved into the new one first, so that it has a place whenever the process is
-    killed: `_restore_old` finds it there, or `tidy` removes it.
+    killed: ``_restore_old`` finds it there, or ``tidy`` removes it.
     """
     if out.is_dir() and any(out.iterdir()):
         os.rename(out, partial / OLD)

@@ -1,4 +1,4 @@
-"""What headers alone tell: `inspect` describes a checkpoint, `plan` a conversion of it."""
+"""What headers alone tell: ``inspect`` describes a checkpoint, ``plan`` a conversion of it."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -84,7 +84,7 @@ def inspect(folder: str | Path) -> Inspection:
 
 @dataclass
 class Plan:
-    """What `convert` would do; ``problems`` says what does not fit."""
+    """What ``convert`` would do; ``problems`` says what does not fit."""
 
     source: str
     out: str
@@ -171,11 +171,11 @@ def plan(
     revision: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Plan:
-    """Plan a conversion; the arguments are those of `convert`, and no tensor is read.
+    """Plan a conversion; the arguments are those of ``convert``, and no tensor is read.
 
     Of a hub id the small files are downloaded, and of its weights only the headers.
 
-    Raises UserError or CheckpointError where `convert` would refuse the source or the options.
+    Raises UserError or CheckpointError where ``convert`` would refuse the source or the options.
     What does not fit the memory or the disk is in ``problems``.
     """
     options = ConvertOptions(

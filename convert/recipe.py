@@ -142,7 +142,7 @@ def _is_matrix(name: str, spec: Spec) -> bool:
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """What the user asks of a conversion, named like the arguments of `convert`.
+    """What the user asks of a conversion, named like the arguments of ``convert``.
 
     Raises UserError where MLX does not have what is asked for, or options exclude each other.
     """

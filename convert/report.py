@@ -18,7 +18,7 @@ REPORT, PAGE, CARD = "conversion.json", "conversion.txt", "README.md"
 class ConversionReport:
     """What a conversion did: counts, bytes, recipe, and every tensor left out or not quantised.
 
-    Returned by `convert`, and written without local paths to ``conversion.json`` in the output.
+    Returned by ``convert``, and written without local paths to ``conversion.json`` in the output.
     """
 
     source: str
@@ -71,7 +71,7 @@ class ConversionReport:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> "ConversionReport":
-        """The report that `as_dict` or `as_published` gave."""
+        """The report that ``as_dict`` or ``as_published`` gave."""
         known = {field.name for field in fields(cls)}
         return cls(**{key: value for key, value in content.items() if key in known})
 

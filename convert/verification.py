@@ -1,4 +1,4 @@
-"""`verify`: whether a converted folder is complete, well-formed, and close to its source."""
+"""``verify``: whether a converted folder is complete, well-formed, and close to its source."""
 
 import json
 from pathlib import Path
@@ -49,7 +49,7 @@ def verify(
     """Check a converted folder; with its source, compare weights and logits too.
 
     Args:
-        folder: what `convert` wrote, or another MLX folder.
+        folder: what ``convert`` wrote, or another MLX folder.
         source: folder or hub id that it was made from.
         tokens: text file, or a .json list of ids, to compare logits on; by default a built-in text.
         max_kl, min_top1: bounds of the mean KL divergence and of the top-1 agreement; by default

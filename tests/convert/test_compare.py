@@ -34,10 +34,10 @@ def folders(tmp_path_factory):
 @pytest.mark.parametrize("dequantize", [False, True])
 @pytest.mark.parametrize("name", ["source", "plain", "affine", "mxfp4"])
 def test_rows_are_those_of_the_whole_weight(folders, name, dequantize, at_a_time):
-    layout = plan_conversion(open_source(folders / name), ConvertOptions(dequantize=dequantize))
-    rows = ModelWeights(layout, hashed=True)
-    with Reader(layout.source, ()) as rows.reader:
-        whole = dict(rows.of_steps(layout.mapping.steps))
+    plan = plan_conversion(open_source(folders / name), ConvertOptions(dequantize=dequantize))
+    rows = ModelWeights(plan, hashed=True)
+    with Reader(plan.source, ()) as rows.reader:
+        whole = dict(rows.of_steps(plan.mapping.steps))
         for path in PATHS:
             blocks = list(rows.blocks(path, at_a_time))
             weight = whole[f"{path}.weight"]
@@ -46,16 +46,16 @@ def test_rows_are_those_of_the_whole_weight(folders, name, dequantize, at_a_time
             assert max(part.shape[0] for part in parts) <= (at_a_time or weight.shape[0])
             assert mx.array_equal(mx.concatenate(parts).astype(weight.dtype), weight)
     for stored in rows.digests:
-        data = read_bytes(layout.source.tensors[stored])
+        data = read_bytes(plan.source.tensors[stored])
         assert rows.digests[stored] == hashlib.sha256(data).hexdigest()
     assert "model.embed_tokens.weight" in rows.digests
 
 
 def test_rows_out_of_order_have_no_digest(folders):
-    layout = plan_conversion(open_source(folders / "affine"), ConvertOptions())
+    plan = plan_conversion(open_source(folders / "affine"), ConvertOptions())
     with pytest.raises(RuntimeError, match="order"):
-        ModelWeights(layout, hashed=True).rows(PATHS[0], 5, 7)
-    assert ModelWeights(layout, hashed=False).rows(PATHS[0], 5, 7).shape == (2, 64)
+        ModelWeights(plan, hashed=True).rows(PATHS[0], 5, 7)
+    assert ModelWeights(plan, hashed=False).rows(PATHS[0], 5, 7).shape == (2, 64)
 
 
 def test_pieces_of_a_stored_tensor_cover_it(folders):

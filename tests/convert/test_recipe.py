@@ -315,13 +315,13 @@ def test_a_budget_measures_stacked_experts_in_pieces(source, tmp_path):
 
     found = []
     for name in ("a", "b"):
-        layout = plan_conversion(open_source(source), ConvertOptions(target_bpw=7))
+        plan = plan_conversion(open_source(source), ConvertOptions(target_bpw=7))
         if name == "b":
-            layout.mapping.steps = [
-                replace(step, run=whole) if step.pieces else step for step in layout.mapping.steps
+            plan.mapping.steps = [
+                replace(step, run=whole) if step.pieces else step for step in plan.mapping.steps
             ]
         (tmp_path / name).mkdir()
-        found.append(measure(BitBudget(layout), ResumeState(tmp_path / name), None))
+        found.append(measure(BitBudget(plan), ResumeState(tmp_path / name), None))
     assert found[0] == found[1]
     assert sum("switch_mlp" in path for path in found[0]) == 9
 
