@@ -1,4 +1,4 @@
-"""Numbers and names as people read them."""
+"""Numbers and names formatted for people."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ SHOWN = 4  # names spelled out by ``listed``; the rest are counted
 
 
 def size(count: float) -> str:
-    """Bytes for people, in powers of 1000."""
+    """A number of bytes, in powers of 1000: 1.5 GB."""
     for unit in ("B", "KB", "MB", "GB"):
         if abs(count) < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"

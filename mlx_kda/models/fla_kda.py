@@ -41,7 +41,7 @@ class FlaKdaConfig(HybridConfig):
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "FlaKdaConfig":
         check_model_type(config, cls.model_type)
-        _refuse_unbuilt(config)
+        _refuse_unsupported(config)
         layers = integer(config, "num_hidden_layers", 24)
         hidden = integer(config, "hidden_size", 2048)
         heads, dim = integer(config, "num_heads", 16), integer(config, "head_dim", 128)
@@ -64,8 +64,8 @@ class FlaKdaConfig(HybridConfig):
         )
 
 
-def _refuse_unbuilt(config: Mapping[str, Any]) -> None:
-    """Name the first feature asked for that this package does not compute."""
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for the first feature that this package does not compute."""
     act = get(config, "hidden_act", "swish")
     short = get(config, "use_short_conv", True)
     refuse(
@@ -129,8 +129,7 @@ ModelArgs = FlaKdaConfig
 def own_config(raw: dict[str, Any], config: FlaKdaConfig) -> tuple[dict[str, Any], list[str]]:
     """config.json in FLA's dialect, and a warning: stock mlx-lm has no such model.
 
-    The numbers that the model is built from are spelled out where the source left them to FLA's
-    defaults; the other keys of `raw` are kept.
+    FLA's defaults that the source relied on are written out; other keys of ``raw`` are kept.
     """
     heads, value_dim, dim = config.linear_state_shape
     result = raw | {

@@ -1,12 +1,12 @@
-"""FLA's pure KDA models: their names and layouts, turned into those of Kimi Linear in mlx-lm.
+"""FLA's pure KDA models: from the tensors of their checkpoints to the names of Kimi Linear.
 
-Taken are FLA's names and those written here, in any mix:
+FLA's names and those on the right are read, in any mix:
 
     model.embeddings                             ->  model.embed_tokens
     {attn_norm,mlp_norm}.weight                  ->  {input,post_attention}_layernorm.weight
     attn.{q,k,v,b,o}_proj, attn.o_norm           ->  self_attn.the same
     attn.f_proj.{0,1}, attn.g_proj.{0,1}         ->  self_attn.{f_a,f_b,g_a,g_b}_proj
-    attn.{q,k,v}_conv1d, attn.A_log, attn.dt_bias  ->  as in `parts`
+    attn.{q,k,v}_conv1d, attn.A_log, attn.dt_bias  ->  as in weight_transforms
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ RENAMED = {
 
 
 def map_tensors(config: FlaKdaConfig, tensors: Mapping[str, Spec]) -> WeightMapping:
-    """Lay out how the tensors of a checkpoint become those of the MLX model.
+    """How the tensors of a checkpoint become those of the MLX model.
 
     Raises CheckpointError naming every tensor that is missing, left over, or of a wrong shape.
     """

@@ -1,4 +1,4 @@
-"""What every family's config.json comes down to: the shapes and rules of a hybrid model."""
+"""The config that every family's config.json is read into: shapes and rules of a hybrid model."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ class HybridConfig:
         """Read config.json's dictionary.
 
         Raises:
-            CheckpointError: a key missing, a value out of range, or a feature that is not built.
+            CheckpointError: a missing key, a value out of range, or an unsupported feature.
         """
         raise NotImplementedError
 

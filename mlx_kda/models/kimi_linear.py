@@ -75,8 +75,8 @@ class KimiLinearConfig(HybridConfig):
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "KimiLinearConfig":
         check_model_type(config, cls.model_type)
-        config = _in_hub_words(config)
-        _refuse_unbuilt(config)
+        config = _with_hub_keys(config)
+        _refuse_unsupported(config)
         linear = config.get("linear_attn_config") or {}
         layers = integer(config, "num_hidden_layers")
         nope = integer(config, "qk_nope_head_dim", config.get("head_dim"))
@@ -137,14 +137,14 @@ class KimiLinearConfig(HybridConfig):
             )
 
 
-def _in_hub_words(config: Mapping[str, Any]) -> dict[str, Any]:
+def _with_hub_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config with the hub's keys where it has only transformers'."""
     renamed = {hub: config[key] for key, hub in _HUB_KEYS.items() if key in config}
     return {**config, **{k: v for k, v in renamed.items() if config.get(k) is None}}
 
 
-def _refuse_unbuilt(config: Mapping[str, Any]) -> None:
-    """Name the first feature asked for that this package does not compute."""
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for the first feature that this package does not compute."""
     linear = config.get("linear_attn_config") or {}
     absent = object()
 

@@ -1,7 +1,7 @@
-"""Kimi Linear: names and layouts of its checkpoints, turned into those of mlx-lm.
+"""Kimi Linear: from the tensors of its checkpoints to those of the MLX model.
 
-Taken are the names of the hub (which `save_pretrained` also writes) and mlx-lm's own, in any mix.
-Written are mlx-lm's, so that files travel both ways:
+The names of the hub (which ``save_pretrained`` also writes) and mlx-lm's own are read, in any mix.
+The model's are those of mlx-lm, so that files work with both:
 
     {q,k,v}_conv1d.weight [C,1,K]            ->  {q,k,v}_conv.conv.weight [C,K,1]
     A_log [H] | [H,1] | [1,1,H,1] | padded   ->  A_log [1,1,H,1] float32
@@ -36,7 +36,7 @@ EXPERT_PARTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 def map_tensors(config: KimiLinearConfig, tensors: Mapping[str, Spec]) -> WeightMapping:
-    """Lay out how the tensors of a checkpoint become those of the MLX model.
+    """How the tensors of a checkpoint become those of the MLX model.
 
     Raises CheckpointError naming every tensor that is missing, left over, or of a wrong shape.
     """

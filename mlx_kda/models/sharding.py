@@ -1,6 +1,6 @@
-"""Tensor parallelism: heads and widths over the processes of a group.
+"""Tensor parallelism: heads and widths are split over the processes of a group.
 
-KDA and MLA split by head and do not communicate inside a layer; the output projection adds up.
+KDA and MLA split by head and communicate only in the output projection, which sums.
 """
 
 import mlx.core as mx
@@ -15,7 +15,7 @@ def shard(model: nn.Module, group: mx.distributed.Group) -> None:
     """Keep this process's share of ``model``, in place.
 
     Raises:
-        UserError: heads, a width or its quantisation groups that the processes do not divide.
+        UserError: heads, a width or its quantisation groups cannot be split over the processes.
     """
     size = group.size()
     if size == 1:

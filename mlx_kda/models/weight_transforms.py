@@ -1,4 +1,4 @@
-"""Tensors that families share and that change on the way: convolutions, gates, tied heads.
+"""Tensors that several families store in another layout: convolutions, gates, tied heads.
 
 {q,k,v}_conv1d.weight [C,1,K] | [C,K]    ->  {q,k,v}_conv.conv.weight [C,K,1]
 A_log [H] | [H,1] | [1,1,H,1] | padded   ->  A_log [1,1,H,1] float32
@@ -15,7 +15,7 @@ from ..weights.weight_mapping import MappingBuilder, Step
 
 
 def convolution(build: MappingBuilder, name: str, channels: int, kernel: int, *hub: str) -> None:
-    """A depthwise convolution's weight, `name` in MLX's layout or one of `hub` in PyTorch's."""
+    """A depthwise convolution's weight, ``name`` in MLX's layout or one of ``hub`` in PyTorch's."""
     source = build.first((name, *hub))
     if source is None:
         return

@@ -76,7 +76,7 @@ def _compressed(config: dict[str, Any], tensors: dict[str, Spec], dequantize: bo
     dtype = _dtype(config)
     result = SourceView({k: v for k, v in config.items() if k != "quantization_config"}, tensors)
     taken = 0
-    # experts are stacked, so all of a layer or none can stay packed
+    # experts are stacked, so either all of a layer stay quantised or none
     apart = {_group(one.path) for one in found if not one.is_mlx or SPLIT.search(one.path)}
     apart |= {_group(name.removesuffix(".weight")) for name in tensors if name.endswith(".weight")}
     for one in found:
