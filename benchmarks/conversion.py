@@ -1,6 +1,8 @@
 """Seconds and peak memory of a conversion, `mlx-kda convert` against mlx_lm.convert.
 
-python benchmarks/conversion.py path/to/Kimi-Linear --q-bits 4
+    python benchmarks/conversion.py path/to/Kimi-Linear --q-bits 4
+
+Each conversion is a process of its own, and they take turns.
 """
 
 import argparse
