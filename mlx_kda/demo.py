@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+
+from .convert import convert
 from .errors import UserError
 from .files import cache_dir
 
@@ -58,8 +61,6 @@ def working_dtype() -> str | None:
 
     MLX's CPU build multiplies 16-bit matrices several times more slowly than float32 ones.
     """
-    import mlx.core as mx
-
     return "float32" if mx.default_device() == mx.cpu else None
 
 
@@ -104,8 +105,6 @@ def default_model(log: Callable[[str], None]) -> Path:
     UserError if there is neither a checkpoint nor an earlier conversion, or if the folder cannot be
     written.
     """
-    from .convert import convert
-
     dtype = working_dtype()
     folder = cache_dir() / f"{CHECKPOINT.name}-{BITS}bit-{dtype or 'source'}"
     try:

@@ -7,7 +7,7 @@ session files. Each turn reads its new tokens only.
 import copy
 import hashlib
 import inspect
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +130,7 @@ class Session:
             ids, step=self.prefill_step, progress=progress, every=self.checkpoint_every
         )
 
-    def generate(self, max_tokens: int = 256, **options: Any) -> Iterator[Piece]:
+    def generate(self, max_tokens: int = 256, **options: Any) -> Pieces:
         """Continue from the last token absorbed; ``options`` as for ``decode_text``.
 
         A token is absorbed when its piece is yielded; closing the iterator early keeps those. Where
@@ -163,7 +163,7 @@ class Session:
         progress: Progress | None = None,
         statistics: Statistics | None = None,
         **options: Any,
-    ) -> Iterator[Piece]:
+    ) -> Pieces:
         """Answer a list of messages, or a text as the next user message, piece by piece.
 
         The prefix that the messages share with what was read before is not read again: all of it
@@ -253,7 +253,7 @@ class Session:
         self.context.reuse(ids)
         return text
 
-    def regenerate(self, **options: Any) -> Iterator[Piece]:
+    def regenerate(self, **options: Any) -> Pieces:
         """Answer the last user message again; ``options`` as for ``send``."""
         at = self._last_user_message()
         if at is None:

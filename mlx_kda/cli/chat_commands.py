@@ -14,8 +14,8 @@ from .session_file import SessionFile
 from .signals import Stopped, stop_on_signals
 
 if TYPE_CHECKING:
-    from ..generate import Piece, Statistics
-    from ..session import Session
+    from ..generate import Statistics
+    from ..session import Pieces, Session
 
 HELP = """\
 /undo            remove the last message and its answer
@@ -134,7 +134,7 @@ class Chat:
     def _send(self, text: str) -> None:
         self._answer(lambda **options: self.session.send(text, **options))
 
-    def _answer(self, start: "Callable[..., Iterator[Piece]]") -> None:
+    def _answer(self, start: "Callable[..., Pieces]") -> None:
         """Stream an answer. After an error or a signal the conversation is kept."""
         from ..generate import Statistics
 
@@ -258,12 +258,13 @@ class Chat:
         if name not in actions:
             raise UserError(f"unknown option {name}: choose from {', '.join(actions)}")
         action = actions[name]
+        parsed: Any
         if action.nargs == 0:
             words = {"on": True, "off": False}
             if value not in words:
                 raise UserError(f"{name} is on or off, not {value!r}")
             parsed = words[value]
-        elif value in ("none", "off"):
+        elif value in ("none", "off") or not callable(action.type):
             parsed = action.default
         else:
             try:

@@ -136,7 +136,7 @@ def _convert(args: argparse.Namespace, recipe: dict[str, Any]) -> int:
     from ..convert import convert
     from ..weights import hub
 
-    with output.progress("converting", unit="MB") as bar:
+    with output.byte_progress("converting") as progress:
         report = convert(
             args.source,
             args.out,
@@ -145,7 +145,7 @@ def _convert(args: argparse.Namespace, recipe: dict[str, Any]) -> int:
             resume=args.resume,
             overwrite=args.overwrite,
             shard_bytes=args.shard_size,
-            progress=lambda done, total, name: bar(done / 1e6, total / 1e6),
+            progress=progress,
             log=output.note,
         )
     for warning in report.warnings:

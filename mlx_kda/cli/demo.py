@@ -53,10 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.source is not None:
+        loading.check_model(args.source)
+
     from ..demo import find_checkpoint, scratch_folder
 
     source = find_checkpoint(args.source)
-    config = loading.check_model(args.source or str(source))
+    config = loading.check_model(str(source))
     if config is not None:
         loading.note_policy(config, args.policy)
 
@@ -95,10 +98,8 @@ def _convert(source: Path, out: Path, bits: int) -> "ConversionReport":
         f"plan: {size(planned.bytes_in)} -> {size(planned.bytes_out)}, peak memory "
         f"{size(planned.peak_bytes)} (predicted)"
     )
-    with output.progress("converting", unit="MB") as bar:
-        report = convert(
-            source, out, **recipe, progress=lambda done, total, _: bar(done / 1e6, total / 1e6)
-        )
+    with output.byte_progress("converting") as progress:
+        report = convert(source, out, **recipe, progress=progress)
     kept = ", ".join(dict.fromkeys(report.kept.values()))
     output.detail(
         f"{report.seconds:.1f} s: {report.how()}, {report.bits_per_weight:.2f} bits per weight; "

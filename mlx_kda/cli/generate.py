@@ -24,10 +24,8 @@ from .session_file import SessionFile, check_session_file
 from .signals import Stopped, stop_on_signals
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ..generate import Piece, Statistics
-    from ..session import Session
+    from ..generate import Statistics
+    from ..session import Pieces, Session
 
 SUMMARY = "answer one prompt"
 EXAMPLE = (
@@ -165,7 +163,7 @@ def _start(
     args: argparse.Namespace,
     statistics: "Statistics",
     progress: Any,
-) -> "tuple[list[int], Iterator[Piece]]":
+) -> "tuple[list[int], Pieces]":
     """The prompt's ids, and the pieces of the answer."""
     from ..generate import encode_prompt, stream_generate
 

@@ -130,7 +130,7 @@ def load_model(folder: str) -> Any:
     limit = mx.device_info(mx.default_device()).get("max_recommended_working_set_size")
     if mx.metal.is_available() and limit:  # a Mac's CPU has no such limit
         # Weights kept resident: without it macOS may page them out between two tokens.
-        mx.set_wired_limit(limit)
+        mx.set_wired_limit(int(limit))
     return model
 
 

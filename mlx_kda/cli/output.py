@@ -93,7 +93,7 @@ def status(message: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def progress(label: str, *, unit: str = "tokens") -> Iterator[Callable[[int, int], None]]:
+def progress(label: str, *, unit: str = "tokens") -> Iterator[Callable[[float, float], None]]:
     """Show a progress bar on standard error during the block, on a terminal only.
 
     Yields ``update(done, total)``. The bar appears at the first update below the total, unless the
@@ -119,7 +119,7 @@ def progress(label: str, *, unit: str = "tokens") -> Iterator[Callable[[int, int
     bar = Progress(*columns, console=console, transient=True)
     task = None
 
-    def update(done: int, total: int) -> None:
+    def update(done: float, total: float) -> None:
         nonlocal task
         if task is None:
             if done == total or total < SHORT:
@@ -136,6 +136,13 @@ def progress(label: str, *, unit: str = "tokens") -> Iterator[Callable[[int, int
         yield update
     finally:
         bar.stop()
+
+
+@contextlib.contextmanager
+def byte_progress(label: str) -> Iterator[Callable[[int, int, str], None]]:
+    """Show a progress bar in MB; ``update(done, total, name)`` takes bytes and what is done."""
+    with progress(label, unit="MB") as bar:
+        yield lambda done, total, name: bar(done / 1e6, total / 1e6)
 
 
 def print_table(
@@ -158,8 +165,11 @@ def print_table(
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else UNBOUNDED
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), show_header=bool(head))
     for name in head or rows[0]:
-        justify = "right" if name in right else "left"
-        table.add_column(name if head else "", justify=justify, overflow="fold")
+        table.add_column(
+            name if head else "",
+            justify="right" if name in right else "left",
+            overflow="fold",
+        )
     for row in rows:
         table.add_row(*row)
     laid_out = io.StringIO()

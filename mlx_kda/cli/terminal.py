@@ -32,8 +32,8 @@ class Terminal:
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
         self._draft = ""
         self._shown: Statistics | None = None  # of the answer whose status was shown last
-        self._session = _prompt_session(history) if self.interactive else None
-        if self.interactive and self._session is None:
+        self._prompt = _prompt_session(history) if self.interactive else None
+        if self.interactive and self._prompt is None:
             with contextlib.suppress(ImportError):
                 import readline  # input() edits lines and keeps a history once it is imported
 
@@ -45,10 +45,13 @@ class Terminal:
         if not self.interactive:
             yield from _joined(_repaired(line.rstrip("\n")) for line in sys.stdin)
             return
-        read = self._plain if self._session is None else self._edited
         while True:
+            draft, self._draft = self._draft, ""
             try:
-                yield _repaired(read())
+                if self._prompt is None:
+                    yield _repaired(_read(draft))
+                else:
+                    yield _repaired(self._prompt.prompt(PROMPT, default=draft))
             except EOFError:
                 output.note("")
                 return
@@ -62,19 +65,15 @@ class Terminal:
             output.note(f"[{chat.status()}]")
         self._shown = chat.last
 
-    def _edited(self) -> str:
-        default, self._draft = self._draft, ""
-        return self._session.prompt(PROMPT, default=default)
 
-    def _plain(self) -> str:
-        default, self._draft = self._draft, ""
-        with _prefilled(default):
-            line = input(PROMPT)
-        lines = [line]
-        while lines[-1].endswith("\\"):
-            lines[-1] = lines[-1][:-1]
-            lines.append(input(MORE))
-        return "\n".join(lines)
+def _read(draft: str) -> str:
+    """A message by ``input``, which begins with ``draft`` to be edited."""
+    with _prefilled(draft):
+        lines = [input(PROMPT)]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1][:-1]
+        lines.append(input(MORE))
+    return "\n".join(lines)
 
 
 def _repaired(line: str) -> str:
@@ -104,8 +103,6 @@ def _prefilled(text: str) -> Iterator[None]:
     try:
         import readline
     except ImportError:
-        readline = None
-    if not text or readline is None:
         yield
         return
     readline.set_startup_hook(lambda: readline.insert_text(text.replace("\n", " ")))

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
     from ..convert import verify
 
-    with output.progress("verifying", unit="MB") as bar:
+    with output.byte_progress("verifying") as progress:
         found = verify(
             args.folder,
             args.source,
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
             max_kl=args.max_kl,
             min_top1=args.min_top1,
             max_tokens=args.max_tokens,
-            progress=lambda done, total, name: bar(done / 1e6, total / 1e6),
+            progress=progress,
         )
     if args.json:
         print(json.dumps(found.as_dict(), ensure_ascii=False))

@@ -15,7 +15,7 @@ from mlx_kda.cli.main import COMMANDS, build_parser, main
 RUN = """
 import contextlib, io, json, sys
 from mlx_kda.cli.main import main
-HEAVY = {"mlx", "mlx_lm", "transformers", "numpy", "tokenizers", "torch"}
+HEAVY = {"mlx", "mlx_lm", "transformers", "numpy", "tokenizers", "torch", "rich", "mlx_kda.bench"}
 sys.stdin = io.StringIO("")
 for argv in json.loads(sys.argv[1]):
     told = io.StringIO()
