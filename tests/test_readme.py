@@ -22,12 +22,6 @@ COMMAND_LINES = [
 LARGE = "moonshotai/Kimi-Linear-48B-A3B-Instruct"
 
 
-def test_what_is_run_is_all_there_is():
-    """One line a command in the blocks; the rest are installation, Python and the tree."""
-    assert len(COMMAND_LINES) == README.count("\nmlx-kda") + README.count("&& mlx-kda") == 8
-    assert [language for language, _ in BLOCKS].count("python") == 1
-
-
 def test_commands_in_the_text_are_commands():
     for span in re.findall(r"`(mlx-kda [^`\n]*)`", README.replace("\n", " ")):
         words = shlex.split(span)
@@ -90,7 +84,3 @@ def test_the_python_program_runs(place, monkeypatch, capsys):
     exec(compile(program, "README.md", "exec"), names)  # the README's own text
     assert capsys.readouterr().out and (place / "anchor.session").is_file()
     assert names["o"].shape == q.shape and names["state"].shape == (1, 2, 32, 32)
-
-
-def test_it_is_no_longer_than_two_pages():
-    assert len(README.split()) < 1200
