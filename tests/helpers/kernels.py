@@ -41,18 +41,23 @@ def as_dtype(x: oracle.Inputs, dtype: str) -> oracle.Inputs:
     return oracle.Inputs(r(x.q), r(x.k), r(x.v), x.g, r(x.beta), x.state)
 
 
-def run(kernel: str, x: oracle.Inputs, dtype="float32", runner="emulator", **options):
-    """(o, state) of "recurrent" or "chunk" for inputs that ``dtype`` can hold."""
+def call(op, x: oracle.Inputs, dtype="float32", **options):
+    """(o, state) of a recurrence for inputs that ``dtype`` can hold."""
     kind = getattr(mx, dtype)
     q, k, v, beta = (mx.array(a).astype(kind) for a in (x.q, x.k, x.v, x.beta))
     g = None if x.g is None else mx.array(x.g)
     if x.state is not None:
         options["state"] = mx.array(x.state)
-    if "lengths" in options:
+    if options.get("lengths") is not None:
         options["lengths"] = mx.array(options["lengths"], dtype=mx.int32)
-    o, S = OPS[kernel](q, k, v, g, beta, runner=runner, **options)
+    o, S = op(q, k, v, g, beta, **options)
     assert o.dtype == kind and S.dtype == mx.float32
     return numpy(o), numpy(S)
+
+
+def run(kernel: str, x: oracle.Inputs, dtype="float32", runner="emulator", **options):
+    """``call`` of "recurrent" or "chunk"."""
+    return call(OPS[kernel], x, dtype, runner=runner, **options)
 
 
 def gate_of(layer: layer64.Layer) -> Gate:
