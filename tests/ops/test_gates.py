@@ -43,13 +43,9 @@ def test_parameters_of_another_size_are_refused(gate, A_log, dt_bias, message):
         gate(mx.zeros((1, 2, H, Dk)), mx.zeros(A_log), mx.zeros(dt_bias))
 
 
-def test_zero_parameters():
-    """-0.6931 by softplus and -2.5 with the bound -5; a bound must be negative."""
-    zero, A_log, bias = mx.zeros((1, 1, 1, 4)), mx.zeros((1,)), mx.zeros((4,))
-    assert np.allclose(np.array(softplus_gate(zero, A_log, bias)), -np.log(2), atol=1e-6)
-    assert np.allclose(np.array(bounded_gate(zero, A_log, bias, -5.0)), -2.5, atol=1e-6)
+def test_a_bound_must_be_negative():
     with pytest.raises(ValueError, match="lower_bound must be negative"):
-        bounded_gate(zero, A_log, bias, 5.0)
+        bounded_gate(mx.zeros((1, 1, 1, 4)), mx.zeros((1,)), mx.zeros((4,)), 5.0)
 
 
 @pytest.mark.parametrize("amplitude", [1, 0.1, 1e-2, 1e-3, 1e-4, 0])
