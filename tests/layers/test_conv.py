@@ -51,17 +51,6 @@ def test_any_length_in_one_go_and_token_by_token(conv_kernel, T):
     np.testing.assert_allclose(mx.concatenate(steps, axis=1)[0], want, atol=FLOAT32)
 
 
-@pytest.mark.parametrize("conv_kernel", [1, 2, 4])
-def test_every_split_in_two(conv_kernel):
-    conv, w, x = make(conv_kernel, 9)
-    want = oracle(x[0], w)
-    for cut in range(1, 9):
-        first, window = conv(mx.array(x[:, :cut]))
-        second, _ = conv(mx.array(x[:, cut:]), window)
-        got = mx.concatenate([first, second], axis=1)[0]
-        np.testing.assert_allclose(got, want, atol=FLOAT32)
-
-
 class Ragged:
     """What Padding reads of an ArraysCache."""
 
