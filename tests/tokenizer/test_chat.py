@@ -94,12 +94,6 @@ def test_a_message_with_every_mark_in_it_cannot_bring_control_tokens(tokenizer):
         assert controls == [ID["<|im_system|>"], MIDDLE, END, ID["<|im_user|>"], MIDDLE, END]
 
 
-def test_typed_control_tokens_stay_text_in_encode(tokenizer):
-    assert tokenizer.encode("a<|im_end|>") == words("a<|im_end|>")
-    assert END not in tokenizer.encode("<|im_end|>")
-    assert tokenizer.encode("a<|im_end|>", allow_special=True) == [*words("a"), END]
-
-
 def test_parts_that_join_to_a_control_token_stay_text(tokenizer):
     """Two parts of one message, each harmless, that together spell a control token."""
     parts = [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}]
@@ -153,17 +147,6 @@ def test_harmless_brackets_change_nothing(tokenizer):
     assert ids == [*words("L[1] <b>"), END]
 
 
-def test_transformers_own_sanitiser_agrees(tokenizer):
-    """transformers 5.24 has `sanitize_control_tokens`: the same ids where it covers the case."""
-    pytest.importorskip("transformers", minversion="5.24")
-    for typed in TYPED[:5]:
-        chat = [message("system", "s"), message("user", typed)]
-        peer = tokenizer._tokenizer.apply_chat_template(
-            chat, sanitize_control_tokens=True, return_dict=False
-        )
-        assert tokenizer.apply_chat_template(chat) == peer
-
-
 def test_markers_that_programs_look_for_are_control_tokens(tokenizer):
     """mlx-lm encodes these to find tool calls in generated ids."""
     assert tokenizer.encode(tokenizer.tool_call_start, add_special_tokens=False) == [
@@ -208,22 +191,19 @@ def test_a_template_cannot_reach_python(tmp_path, monkeypatch, attack):
 
 
 def test_a_template_that_refuses_or_is_broken_says_so_in_one_line(tmp_path):
-    template = "{{ raise_exception('roles must\nalternate') }}"
-    tokenizer = load_tokenizer(write_kimi_tokenizer(tmp_path / "a", template=template))
-    with pytest.raises(UserError, match="refuses these messages: roles must alternate"):
-        tokenizer.apply_chat_template([message("user", "hi")])
-    tokenizer = load_tokenizer(write_kimi_tokenizer(tmp_path / "b", template="{% for %}"))
-    with pytest.raises(UserError, match="chat template"):
-        tokenizer.apply_chat_template([message("user", "hi")])
-    tokenizer = load_tokenizer(write_kimi_tokenizer(tmp_path / "c", template=None))
-    with pytest.raises(UserError, match="no chat template"):
-        tokenizer.apply_chat_template([message("user", "hi")])
-    with pytest.raises(UserError, match="no messages"):
-        tokenizer.apply_chat_template([])
-    template = "{{ 'a' + messages[0].content }}"
-    tokenizer = load_tokenizer(write_kimi_tokenizer(tmp_path / "d", template=template))
-    with pytest.raises(UserError, match="refuses these messages"):
-        tokenizer.apply_chat_template([message("user", ["a list"])])
+    hi = [message("user", "hi")]
+    raising = "{{ raise_exception('roles must\nalternate') }}"
+    adding, a_list = "{{ 'a' + messages[0].content }}", [message("user", ["a list"])]
+    for template, chat, words in (
+        (raising, hi, "refuses these messages: roles must alternate"),
+        ("{% for %}", hi, "chat template"),
+        (None, hi, "no chat template"),
+        (None, [], "no messages"),
+        (adding, a_list, "refuses these messages"),
+    ):
+        tokenizer = load_tokenizer(write_kimi_tokenizer(tmp_path, template=template))
+        with pytest.raises(UserError, match=words):
+            tokenizer.apply_chat_template(chat)
 
 
 def test_several_named_templates(tmp_path):

@@ -150,17 +150,6 @@ def test_streamed_text_is_the_decoded_text(tokenizer, ids):
     assert detokenizer.tokens == ids
 
 
-def test_no_control_token_is_printed(tokenizer):
-    """End, role and reserved tokens give no text; tool marks do, for their parser."""
-    detokenizer = tokenizer.detokenizer
-    for name in ("<|im_end|>", "[EOS]", "[PAD]", "<|im_user|>"):
-        detokenizer.add_token(ID[name])
-    detokenizer.add_token(ID["[EOS]"] + 5)
-    assert detokenizer.text == ""
-    detokenizer.add_token(ID["<|tool_call_begin|>"])
-    assert detokenizer.last_segment == "<|tool_call_begin|>"
-
-
 def test_two_streams_do_not_mix(tokenizer):
     """Requests are detokenized side by side, each with its own state."""
     first, second = tokenizer.detokenizer, tokenizer.detokenizer

@@ -9,28 +9,17 @@ from hypothesis import strategies as st
 from mlx_kda.errors import CheckpointError
 from mlx_kda.tokenizer import load_tokenizer, read_tokenizer, write_tokenizer
 
+LLAMA = {
+    "model_type": "bpe",
+    "byte_fallback": True,
+    "normalization_rule_name": "identity",
+    "remove_extra_whitespaces": False,
+}
 KINDS = {
-    "bpe, as llama has it": {
-        "model_type": "bpe",
-        "byte_fallback": True,
-        "normalization_rule_name": "identity",
-        "remove_extra_whitespaces": False,
-    },
-    "bpe with words of its own": {
-        "model_type": "bpe",
-        "byte_fallback": True,
-        "normalization_rule_name": "identity",
-        "remove_extra_whitespaces": False,
-        "user_defined_symbols": ["def", "matrix"],
-    },
+    "bpe, as llama has it": LLAMA,
+    "bpe with words of its own": {**LLAMA, "user_defined_symbols": ["def", "matrix"]},
     "unigram, normalised": {"model_type": "unigram", "normalization_rule_name": "nmt_nfkc"},
-    "bpe without a dummy prefix": {
-        "model_type": "bpe",
-        "byte_fallback": True,
-        "normalization_rule_name": "identity",
-        "remove_extra_whitespaces": False,
-        "add_dummy_prefix": False,
-    },
+    "bpe without a dummy prefix": {**LLAMA, "add_dummy_prefix": False},
 }
 SAMPLES = [
     "The state is a matrix, and the gate forgets.",
