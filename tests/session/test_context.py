@@ -24,11 +24,11 @@ def model(tiny_model):
     return tiny_model[0]
 
 
-def cold_logits(model, ids):
-    """Logits of the last row of ``ids``, read on a fresh cache in one go."""
-    context = Context(model)
-    context.prefill(ids)
-    return context.logits
+def read(model, ids, policy="exact", **options):
+    """``ids`` read on a fresh cache, in one go unless ``options`` say otherwise."""
+    context = Context(model, policy=policy)
+    context.prefill(ids, **options)
+    return context
 
 
 def difference(a, b):
@@ -36,8 +36,7 @@ def difference(a, b):
 
 
 def test_decode_takes_the_tokens_that_mlx_lm_takes(model):
-    context = Context(model)
-    context.prefill(IDS)
+    context = read(model, IDS)
     theirs = [token for token, _ in generate_step(mx.array(IDS), model, max_tokens=24)]
     assert list(context.decode(24)) == theirs
     assert len(set(theirs)) > 4, "a model that repeats itself shows little"
@@ -46,12 +45,9 @@ def test_decode_takes_the_tokens_that_mlx_lm_takes(model):
 @pytest.mark.parametrize("step", [1, 2, 7, 40, 41, 42])
 def test_prefill_step_changes_nothing(model, step):
     """Any chunking of the prompt gives the same logits and the same continuation."""
-    whole, split = Context(model), Context(model)
-    whole.prefill(IDS)
-    split.prefill(IDS, step=step)
-    assert difference(whole.logits, split.logits) < MODEL_SPLIT * max(
-        1, mx.abs(whole.logits).max().item()
-    )
+    whole, split = read(model, IDS), read(model, IDS, step=step)
+    largest = max(1, mx.abs(whole.logits).max().item())
+    assert difference(whole.logits, split.logits) < MODEL_SPLIT * largest
     assert list(whole.decode(8)) == list(split.decode(8))
 
 
@@ -61,7 +57,7 @@ def test_short_prompts(model, length):
     context = Context(model)
     for token in IDS[:length]:
         context.prefill([token])
-    assert difference(context.logits, cold_logits(model, IDS[:length])) < 1e-5
+    assert difference(context.logits, read(model, IDS[:length]).logits) < 1e-5
     assert context.tokens == IDS[:length]
 
 
@@ -80,16 +76,14 @@ def test_empty_prompt(model):
 
 @pytest.mark.parametrize("taken", [1, 2, 5])
 def test_closing_early_leaves_exactly_the_yielded_tokens(model, taken):
-    context = Context(model)
-    context.prefill(IDS)
+    context = read(model, IDS)
     stream = context.decode(20)
     said = [next(stream) for _ in range(taken)]
     stream.close()
     assert context.tokens == IDS + said
-    assert difference(context.logits, cold_logits(model, IDS + said)) < 1e-5
+    assert difference(context.logits, read(model, IDS + said).logits) < 1e-5
     # and going on is what a run that was never stopped would have done
-    through = Context(model)
-    through.prefill(IDS)
+    through = read(model, IDS)
     assert said + list(context.decode(6)) == list(through.decode(taken + 6))
 
 
@@ -97,9 +91,8 @@ def test_default_steps_are_short_on_a_cpu_and_long_on_a_gpu(model, monkeypatch):
     """A wish to stop waits for one step; both read the same."""
     assert prefill_step() == CPU_STEP
     seen = []
-    whole, split = Context(model), Context(model)
-    split.prefill(IDS * 5, progress=lambda done, total: seen.append(done))
-    whole.prefill(IDS * 5, step=1000)
+    whole = read(model, IDS * 5, step=1000)
+    split = read(model, IDS * 5, progress=lambda done, total: seen.append(done))
     assert seen == [0, 64, 128, 192, 205]
     limit = MODEL_SPLIT * mx.abs(whole.logits).max()
     assert difference(whole.logits, split.logits) < limit
@@ -186,8 +179,7 @@ def test_an_interrupt_inside_a_step_undoes_the_step(model, monkeypatch, at):
         return attend(self, *args, **kwargs)
 
     for policy in ("exact", "window:8+2", "int8"):
-        context = Context(model, policy=policy)
-        context.prefill(IDS[:20])
+        context = read(model, IDS[:20], policy)
         calls.clear()
         monkeypatch.setattr(mla, "__call__", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -195,9 +187,7 @@ def test_an_interrupt_inside_a_step_undoes_the_step(model, monkeypatch, at):
             list(context.decode(9))
         monkeypatch.setattr(mla, "__call__", attend)
         assert len(context.tokens) >= 20 + 4 * min(at - 1, 3)
-        read = list(context.tokens)
-        fresh = Context(model, policy=policy)
-        fresh.prefill(read)
+        fresh = read(model, context.tokens, policy)
         assert context.logits is None or difference(context.logits, fresh.logits) < 1e-5
         context.prefill(IDS[32:])
         fresh.prefill(IDS[32:])
@@ -222,7 +212,7 @@ def test_progress_may_end_a_prefill_between_chunks(model):
     assert seen == [(0, 41), (8, 41), (16, 41)]
     assert context.tokens == IDS[:16]
     context.prefill(IDS[16:])
-    assert difference(context.logits, cold_logits(model, IDS)) < 1e-5
+    assert difference(context.logits, read(model, IDS).logits) < 1e-5
 
 
 def test_a_seeded_draw_depends_on_its_position_only(model):
@@ -236,8 +226,7 @@ def test_a_seeded_draw_depends_on_its_position_only(model):
         context.prefill(IDS)
         runs[seed] = list(context.decode(12, seed=seed, **options))
     assert runs[3] != runs[4]
-    context = Context(model)
-    context.prefill(IDS)
+    context = read(model, IDS)
     parts = [token for n in (1, 4, 7) for token in context.decode(n, seed=3, **options)]
     assert parts == runs[3]
 

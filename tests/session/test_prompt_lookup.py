@@ -78,18 +78,6 @@ def test_in_bfloat16_to_the_last_bit(policy):
     assert 0 < acceptance.accepted < acceptance.drafted
 
 
-def test_without_rollback_it_would_be_wrong(model):
-    """A rejected guess left in the states shows in the logits."""
-    context = read(model, PROMPT)
-    right = read(model, [*PROMPT, 5])
-    model(mx.array([[5, 99, 98, 97]]), cache=context.cache)
-    for entry in context.cache[3:]:
-        entry.storage.restore(len(PROMPT) + 1)  # the latents alone can be trimmed
-    context.prefill([6])
-    right.prefill([6])
-    assert difference(context.logits, right.logits) > 0.01
-
-
 @pytest.mark.parametrize("taken", [1, 2, 3, 7, 20])
 def test_closing_early_leaves_exactly_the_yielded_tokens(model, taken):
     context = read(model, PROMPT)

@@ -42,6 +42,12 @@ def cold(model, ids):
     return context
 
 
+def assert_as_cold(session):
+    """The logits are those of a run that reads the session's tokens in one go."""
+    context = session.context
+    assert difference(context.logits, cold(context.model, session.tokens).logits) < MODEL_LONG
+
+
 def test_chat_ids_are_the_templates(tokenizer):
     ids = chat_ids(tokenizer, [{"role": "user", "content": "hi"}])
     assert ids == message(tokenizer, "user", "hi") + message(tokenizer, "assistant", None)
@@ -73,42 +79,30 @@ def scripted_session(tokenizer, first, script):
     return Session(Scripted(VOCABULARY, start=start, script=script), tokenizer)
 
 
-def test_an_end_token_of_the_template_is_not_read_twice(tokenizer):
-    session = scripted_session(tokenizer, "hi", [*b"yes", END])
-    turn(session, "hi")
-    assert session.messages[-1] == {"role": "assistant", "content": "yes"}
-    _, statistics = turn(session, "so")
-    wanted = message(tokenizer, "user", "hi") + message(tokenizer, "assistant", "yes")
-    wanted += message(tokenizer, "user", "so") + message(tokenizer, "assistant", None)
-    assert session.context.tokens[: len(wanted)] == wanted
-    assert statistics.prefilled_tokens == len(wanted) - statistics.reused_tokens
-    assert statistics.reused_tokens == len(message(tokenizer, "user", "hi")) + len(
-        message(tokenizer, "assistant", "yes")
-    )
+ENDED = {
+    "the template's end token is not read twice": ([*b"yes", END], 4),
+    # [EOS] in the place of <|im_end|> must not stay in the cache: back to before the answer
+    "after another end token the answer is read again": ([*b"yes", S["[EOS]"]], 0),
+    # t, h and e one by one are not the token "the" that encoding would choose
+    "what was said stays as the ids that were said": ([*b"the", END], 4),
+}
 
 
-def test_after_another_end_token_the_answer_is_read_again(tokenizer):
-    """The template closes a turn with <|im_end|>; [EOS] in its place must not stay in the cache."""
-    session = scripted_session(tokenizer, "hi", [*b"yes", S["[EOS]"]])
-    turn(session, "hi")
-    _, statistics = turn(session, "so")
-    wanted = message(tokenizer, "user", "hi") + message(tokenizer, "assistant", "yes")
-    wanted += message(tokenizer, "user", "so") + message(tokenizer, "assistant", None)
-    assert session.context.tokens[: len(wanted)] == wanted
-    prompt = message(tokenizer, "user", "hi") + message(tokenizer, "assistant", None)
-    assert statistics.reused_tokens == len(prompt), "back to the checkpoint before the answer"
-    assert statistics.prefilled_tokens == len(wanted) - len(prompt)
-
-
-def test_what_the_model_said_stays_as_the_ids_it_said(tokenizer):
-    """The letters t, h and e one by one are not the token "the" that encoding would choose."""
+@pytest.mark.parametrize("name", ENDED)
+def test_a_turn_after_an_answer(tokenizer, name):
+    """The ids are those of the template, and only what the cache has not read is read."""
     assert list(tokenizer.encode("the")) != list(b"the")
-    session = scripted_session(tokenizer, "hi", [*b"the", END])
+    script, kept = ENDED[name]
+    session = scripted_session(tokenizer, "hi", script)
     turn(session, "hi")
+    assert session.messages[-1] == {"role": "assistant", "content": bytes(script[:3]).decode()}
     _, statistics = turn(session, "so")
-    assert statistics.reused_tokens > 0
-    at = len(message(tokenizer, "user", "hi")) + len(message(tokenizer, "assistant", None))
-    assert session.context.tokens[at : at + 4] == [*b"the", END]
+    opening = message(tokenizer, "assistant", None)
+    prompt = message(tokenizer, "user", "hi") + opening
+    wanted = [*prompt, *script[:3], END, *message(tokenizer, "user", "so"), *opening]
+    assert session.context.tokens[: len(wanted)] == wanted
+    assert statistics.reused_tokens == len(prompt) + kept
+    assert statistics.prefilled_tokens == len(wanted) - statistics.reused_tokens
 
 
 def test_a_stopped_answer_is_kept_as_far_as_it_came(tokenizer):
@@ -161,8 +155,7 @@ def test_a_message_that_does_not_fit_is_not_kept(tiny_model):
 
 
 def test_reset_begins_again_with_the_system_message(tiny_model):
-    model, tokenizer = tiny_model
-    session = Session(model, tokenizer, system="be brief")
+    session = Session(*tiny_model, system="be brief")
     first, _ = turn(session, "hello")
     turn(session, "more")
     session.reset()
@@ -186,12 +179,6 @@ def test_a_template_that_rewrites_the_past_is_followed(tokenizer, monkeypatch):
     wanted = list(tokenizer.encode("3:hiyesso"))
     assert session.context.tokens[: len(wanted)] == wanted
     assert statistics.reused_tokens == 0
-
-
-def test_typed_control_tokens_stay_text(tokenizer):
-    """A message that spells <|im_end|> does not end the turn."""
-    ids = chat_ids(tokenizer, [{"role": "user", "content": "a<|im_end|>b"}])
-    assert ids.count(END) == 1
 
 
 def test_no_template_is_a_users_matter(tokenizer):
@@ -272,8 +259,7 @@ def test_undo_takes_back_one_turn_at_a_time(roomy):
 
 
 def test_a_fork_and_its_origin_go_their_own_ways(roomy):
-    model, tokenizer = roomy
-    session = Session(model, tokenizer)
+    session = Session(*roomy)
     turn(session, "one")
     fork = session.fork()
     told = turn(session, "two")[0]
@@ -281,14 +267,13 @@ def test_a_fork_and_its_origin_go_their_own_ways(roomy):
     assert [m["content"] for m in fork.messages[2::2]] == ["three"]
     assert [m["content"] for m in session.messages[2::2]] == ["two"]
     for one in (session, fork):
-        assert difference(cold(model, one.tokens).logits, one.context.logits) < MODEL_LONG
+        assert_as_cold(one)
     fork.undo()
     assert turn(fork, "two")[0] == told
 
 
 def test_checkpoints_of_a_session(roomy):
-    model, tokenizer = roomy
-    session = Session(model, tokenizer, checkpoint_every=512, prefill_step=256)
+    session = Session(*roomy, checkpoint_every=512, prefill_step=256)
     ids = [(5 * i * i + i) % 256 for i in range(1500)]
     session.prefill(ids)
     assert [point.offset for point in session.context.checkpoints] == [512, 1024]
@@ -299,14 +284,13 @@ def test_checkpoints_of_a_session(roomy):
     assert [piece.token for piece in session.generate(8)] == first
     session.rewind(700)
     assert session.tokens == ids[:700]
-    assert difference(cold(model, ids[:700]).logits, session.context.logits) < MODEL_LONG
+    assert_as_cold(session)
     with pytest.raises(UserError, match="1,500 tokens"):
         session.rewind(mine)
 
 
 def test_rewinding_into_a_conversation_forgets_its_later_messages(roomy):
-    model, tokenizer = roomy
-    session = Session(model, tokenizer, system="be brief")
+    session = Session(*roomy, system="be brief")
     turn(session, "one")
     place = session.checkpoint()
     turn(session, "two")
@@ -314,7 +298,7 @@ def test_rewinding_into_a_conversation_forgets_its_later_messages(roomy):
     assert [m["role"] for m in session.messages] == ["system", "user", "assistant"]
     _, statistics = turn(session, "three")
     assert statistics.reused_tokens == place.offset
-    assert difference(cold(model, session.tokens).logits, session.context.logits) < MODEL_LONG
+    assert_as_cold(session)
 
 
 def test_text_goes_on_as_stream_generate_does(roomy):
@@ -329,14 +313,13 @@ def test_text_goes_on_as_stream_generate_does(roomy):
 
 
 def test_another_system_message_is_read_and_the_talk_kept(roomy):
-    model, tokenizer = roomy
-    session = Session(model, tokenizer, system="be brief")
+    session = Session(*roomy, system="be brief")
     turn(session, "one")
     session.set_system("be long")
     _, statistics = turn(session, "two")
     assert session.messages[0]["content"] == "be long" and len(session.messages) == 5
     assert statistics.prefilled_tokens > 20
-    assert difference(cold(model, session.tokens).logits, session.context.logits) < MODEL_LONG
+    assert_as_cold(session)
 
 
 def test_layers_say_what_was_asked_and_what_is_in_force(roomy):
@@ -354,29 +337,23 @@ def test_layers_say_what_was_asked_and_what_is_in_force(roomy):
         assert mla.bytes_at(200) == 2 * mla.bytes_at(100) > 0
 
 
-@pytest.mark.parametrize("messages", [[], [{"role": "user"}], "", [1], 7])
-def test_messages_that_are_none_are_refused(tiny_model, messages):
+def test_an_empty_message_is_one(tiny_model):
+    assert list(Session(*tiny_model).send("", max_tokens=1))
+
+
+@pytest.mark.parametrize(
+    ("message", "options", "words"),
+    [
+        *((wrong, {}, "message") for wrong in ([], [{"role": "user"}], [1], 7)),
+        ("a\ud800b", {}, "half a surrogate pair"),
+        ("hi", {"prefill_step": 0}, "at least 1 token"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused(tiny_model, message, options, words):
     session = Session(*tiny_model)
-    if messages == "":
-        list(session.send("", max_tokens=1))  # an empty message is one
-    else:
-        with pytest.raises(UserError, match="message"):
-            session.send(messages)
-
-
-def test_half_a_surrogate_pair_is_told_by_its_name(tiny_model):
-    """It used to be told as a fault of the chat template."""
-    session = Session(*tiny_model)
-    with pytest.raises(UserError, match="half a surrogate pair"):
-        session.send("a\ud800b", max_tokens=1)
-    assert session.messages == []
-
-
-def test_a_prefill_step_of_0_is_refused(tiny_model):
-    """It used to mean the default in a conversation, and a mistake elsewhere."""
-    session = Session(*tiny_model)
-    with pytest.raises(UserError, match="at least 1 token"):
-        list(session.send("hi", max_tokens=1, prefill_step=0))
+    with pytest.raises(UserError, match=words):
+        list(session.send(message, max_tokens=1, **options))
+    assert session.tokens == []
 
 
 def test_regenerate_needs_a_message(tiny_model):
@@ -419,8 +396,7 @@ def test_an_answer_left_open_changes_nothing_later(tiny_model, asked, speculate)
     Closed later it put back the ids of its own answer, so that the next turn forgot a question;
     with speculation it moved the cache under the new text.
     """
-    model, tokenizer = tiny_model
-    held, other = (Session(model, tokenizer) for _ in range(2))
+    held, other = (Session(*tiny_model) for _ in range(2))
     pieces = [
         s.send("the rain in the plain", max_tokens=20, speculate=speculate) for s in (held, other)
     ]
@@ -433,28 +409,24 @@ def test_an_answer_left_open_changes_nothing_later(tiny_model, asked, speculate)
     assert held.tokens == other.tokens and held.messages == other.messages
     assert turn(held, "and now?")[0] == turn(other, "and now?")[0]
     assert held.tokens == other.tokens
-    expected = cold(model, held.tokens)
-    assert difference(held.context.logits, expected.logits) < MODEL_LONG
+    assert_as_cold(held)
 
 
 def test_a_session_saved_in_the_middle_of_an_answer_is_whole(tiny_model, tmp_path):
     """With speculation the cache is ahead of the tokens while an answer is open."""
-    model, tokenizer = tiny_model
-    session = Session(model, tokenizer)
+    session = Session(*tiny_model)
     pieces = session.send("the rain in the rain in the rain", max_tokens=20, speculate=True)
     said = [next(pieces).token for _ in range(3)]
     session.save(tmp_path / "a.session")
-    loaded = Session.load(tmp_path / "a.session", model, tokenizer)
+    loaded = Session.load(tmp_path / "a.session", *tiny_model)
     assert loaded.tokens[-3:] == said and loaded.messages == session.messages
-    expected = cold(model, loaded.tokens)
-    assert difference(loaded.context.logits, expected.logits) < MODEL_LONG
+    assert_as_cold(loaded)
     assert turn(loaded, "and now?")[1].reused_tokens == len(session.tokens)
 
 
 def test_what_follows_an_ended_answer_is_no_part_of_it(tiny_model):
     """After an undo the text ends in the end token of the answer before, not in the answer."""
-    model, tokenizer = tiny_model
-    session = Session(model, tokenizer)
+    session = Session(*tiny_model)
     turn(session, "the rain", max_tokens=3)
     turn(session, "and then?", max_tokens=3)
     session.undo()

@@ -6,6 +6,7 @@ import pytest
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_kda.context import Context
+from mlx_kda.generate import decode_text
 from mlx_kda.sampling import ROOM, TokenBuffer
 
 IDS = [(3 * i * i + 5 * i + 1) % 128 for i in range(41)]
@@ -76,23 +77,13 @@ def test_a_token_copies_no_long_text():
 @pytest.mark.parametrize("speculate", [False, True])
 def test_decoding_with_a_penalty_is_that_of_a_text_read_anew(tiny_model, speculate):
     """The repetition penalty sees the same text in either way of decoding."""
-    from mlx_kda.generate import decode_text
-
     model, tokenizer = tiny_model
     processors = make_logits_processors(repetition_penalty=1.3)
     context = Context(model)
     context.prefill(IDS)
-    said = [
-        piece.token
-        for piece in decode_text(
-            context,
-            tokenizer,
-            max_tokens=24,
-            stop_ids=[],
-            logits_processors=processors,
-            speculate=speculate,
-        )
-    ]
+    options = {"logits_processors": processors, "speculate": speculate}
+    pieces = decode_text(context, tokenizer, max_tokens=24, stop_ids=[], **options)
+    said = [piece.token for piece in pieces]
     text = list(IDS)
     for token in said:
         fresh = Context(model)
