@@ -94,21 +94,14 @@ def test_every_import_is_declared():
     assert declared - used <= UNSEEN
 
 
-def test_the_program_is_installed():
+def test_the_program_and_the_version_are_those_of_the_distribution():
     (entry,) = importlib.metadata.entry_points(group="console_scripts", name="mlx-kda")
     assert entry.value == "mlx_kda.cli.main:main" and callable(entry.load())
-
-
-def test_the_version_is_that_of_the_distribution():
     assert importlib.metadata.version("mlx-kda") == mlx_kda.__version__
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_public_names(name):
-    assert callable(getattr(mlx_kda, name)) and name in dir(mlx_kda)
-
-
-def test_an_unknown_name_is_an_attribute_error():
+def test_public_names():
+    assert all(callable(getattr(mlx_kda, name)) for name in NAMES) and set(NAMES) <= {*dir(mlx_kda)}
     with pytest.raises(AttributeError, match="frobnicate"):
         mlx_kda.frobnicate  # noqa: B018
 
@@ -122,13 +115,3 @@ def test_importing_costs_nothing():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-
-
-def test_the_readme_and_ci_run_the_same_commands():
-    """.ci/run reads its commands out of the README, under headings that are there."""
-    readme, script = (ROOT / "README.md").read_text(), (ROOT / ".ci" / "run").read_text()
-    for heading in re.findall(r'readme_command "([^"]+)"', script):
-        section = readme.split(f"# {heading}\n", 1)
-        assert len(section) == 2, f"README.md has no heading {heading}"
-        block = section[1].split("\n#", 1)[0].split("```bash\n", 1)[1].split("```", 1)[0]
-        assert block.count("\n") == 1, "one command, one line"
