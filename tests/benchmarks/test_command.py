@@ -69,15 +69,11 @@ def test_command_writes_csv_and_json_with_the_machine(tmp_path, capsys):
         (["op", "--plot"], "give --out DIR too"),
         (["model", "nowhere"], "nowhere"),
         (["model"], "a model's folder or a --shape"),
-        (["model", ".", "--shape", "48b"], "a model's folder or a --shape"),
-        (["model", "--shape", "48b", "--layers", "3"], "--layers 4 or more"),
         (["model", "--shape", "48b", "--runner", "fast", "--candidates=ours"], "unknown runner"),
     ],
 )
-def test_mistakes_end_with_one_line(argv, word, capsys):
-    assert main(["bench", *argv]) == 2
-    err = capsys.readouterr().err.strip()
-    assert word in err and "\n" not in err
+def test_mistakes_end_with_one_line(argv, word, fails):
+    fails(main(["bench", *argv]), word)
 
 
 def test_the_inputs_to_choose_from_are_those_of_the_reference():
@@ -142,15 +138,14 @@ def test_a_complete_run_is_saved_though_its_table_cannot_be_printed(tmp_path, mo
     assert sorted(os.listdir(tmp_path)) == ["op.csv", "op.json"]
 
 
-def test_a_second_run_into_one_folder_is_refused(tmp_path, monkeypatch, capsys):
+def test_a_second_run_into_one_folder_is_refused(tmp_path, monkeypatch, fails):
     """Two runs would overwrite each other's rows, and the first to end would remove them."""
     first = results.Saving(tmp_path, "op", lambda: ABOUT)
     first.add({"ms": 1.0})
     kept = first.path.read_bytes()
     monkeypatch.setattr(measure, "collect", lambda *_: pytest.fail("it measured"))
-    assert main(["bench", "op", "--out", str(tmp_path)]) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "another run of op is writing to" in err
+    status = main(["bench", "op", "--out", str(tmp_path)])
+    fails(status, "another run of op is writing to")
     assert first.path.read_bytes() == kept
     other = results.Saving(tmp_path, "model", lambda: ABOUT)  # another benchmark is independent
     other.add({"ms": 2.0})
@@ -163,16 +158,14 @@ def test_a_second_run_into_one_folder_is_refused(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_results_need_a_writable_folder(tmp_path, capsys):
+def test_results_need_a_writable_folder(tmp_path, fails):
     tmp_path.chmod(0o555)
-    assert main(["bench", "op", "--out", str(tmp_path)]) == 2
-    assert "is not writable" in capsys.readouterr().err
+    fails(main(["bench", "op", "--out", str(tmp_path)]), "is not writable")
 
 
-def test_results_need_a_folder_that_can_be_made(tmp_path, capsys):
+def test_results_need_a_folder_that_can_be_made(tmp_path, fails):
     (tmp_path / "file").write_text("")
-    assert main(["bench", "op", "--out", str(tmp_path / "file" / "x")]) == 2
-    assert "cannot make the folder" in capsys.readouterr().err
+    fails(main(["bench", "op", "--out", str(tmp_path / "file" / "x")]), "cannot make the folder")
 
 
 @pytest.mark.parametrize(

@@ -24,12 +24,6 @@ def small(monkeypatch):
     monkeypatch.setitem(shapes.SHAPES, "48b", launches.CONFIG)
 
 
-@pytest.fixture
-def folder(tmp_path):
-    config = tiny_config()
-    return write_model(tmp_path / "m", config, tiny_weights(config))
-
-
 def test_the_48b_shape_is_its_first_layers_and_the_rest_of_its_sizes():
     """27 layers as published, every fourth MLA and the last; a part of them keeps the widths."""
     whole = KimiLinearConfig.from_dict(shapes.config("48b"))

@@ -7,7 +7,6 @@ import launches
 import page
 import profile_model
 import pytest
-from helpers.tiny import tiny_config, tiny_model, tiny_weights, write_model
 
 from mlx_kda.bench import results
 from mlx_kda.cli import measure
@@ -27,18 +26,6 @@ def package(*argv):
 
 
 BOTH = pytest.mark.parametrize("write", [package, script])
-
-
-@pytest.fixture(scope="module")
-def profiled():
-    found = profile_model.profile({"": tiny_model()}, tokens=20, decode=2, samples=3, budget=1)
-    return list(found)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    config = tiny_config()
-    return str(write_model(tmp_path_factory.mktemp("m") / "m", config, tiny_weights(config)))
 
 
 @pytest.fixture
@@ -63,7 +50,7 @@ def collected(monkeypatch, profiled):
 @BOTH
 def test_a_page_has_a_section_for_each_benchmark(write, collected, tmp_path, folder):
     path = tmp_path / "page.md"
-    assert write("--report", str(path), "--model", folder) == 0
+    assert write("--report", str(path), "--model", str(folder)) == 0
     text = path.read_text()
     wanted = ["op", "model"]
     if write is script:
@@ -73,7 +60,7 @@ def test_a_page_has_a_section_for_each_benchmark(write, collected, tmp_path, fol
         assert "| M1 Max | kda_chunk exact |" in text
     assert collected[0] == wanted
     assert "## Prefill and decode of a model against mlx-lm's class\n\n| context |" in text
-    assert str(tmp_path) not in text and folder not in text
+    assert str(tmp_path) not in text and str(folder) not in text
     assert "1 of 1 rows spread over more than 5 %" in text
 
 
@@ -81,7 +68,7 @@ def test_a_page_has_a_section_for_each_benchmark(write, collected, tmp_path, fol
 def test_an_interrupted_page_leaves_its_sections(write, collected, tmp_path, folder, capsys):
     collected[1].append("model")
     path, partial = tmp_path / "page.md", tmp_path / "page.partial.md"
-    assert write("--report", str(path), "--model", folder) == 130
+    assert write("--report", str(path), "--model", str(folder)) == 130
     assert f"measured so far: {partial}" in capsys.readouterr().err and not path.exists()
     assert "## The op's paths" in partial.read_text()
     assert partial.read_text().endswith("The run was stopped before its end.\n")

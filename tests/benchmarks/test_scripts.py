@@ -31,9 +31,8 @@ def run(script, *argv):
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_help_has_an_example(path):
-    done = subprocess.run([sys.executable, path, "--help"], capture_output=True, text=True)
-    assert done.returncode == 0 and f"python benchmarks/{path.name}" in done.stdout
+def test_a_script_starts(path):
+    subprocess.run([sys.executable, path, "--help"], check=True, capture_output=True)
 
 
 def test_counters_print_a_json_list(capsys):
@@ -86,16 +85,9 @@ def test_the_peak_of_a_conversion_is_not_that_of_its_parent():
         conversion.timed_process(["json.tool", "--nonsense"])
 
 
-@pytest.fixture(scope="module")
-def profile_rows():
-    models = {"": tiny_model()}
-    models["again"] = models[""]
-    return list(profile_model.profile(models, tokens=20, decode=2, samples=3, budget=1))
-
-
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_the_parts_of_a_profile_are_all_of_its_time(profile_rows, phase):
-    rows = {row["part"]: row for row in profile_rows if row["phase"] == phase}
+def test_the_parts_of_a_profile_are_all_of_its_time(profiled, phase):
+    rows = {row["part"]: row for row in profiled if row["phase"] == phase}
     parts = [row for name, row in rows.items() if name in profile_model.PARTS]
     # A tiny model has every kind of layer; what a KDA layer does to one token is one part.
     absent = {"prefill": {STEP}, "decode": {MIX, OP, GATED}}[phase]
