@@ -159,19 +159,14 @@ def test_without_its_checkpoint_it_says_what_to_do(installed, cache, capsys, arg
     assert err.count("\n") == 1
 
 
-def test_it_is_found_in_the_current_folder(installed):
-    folder = installed / demo.CHECKPOINT
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
-    assert demo.find_checkpoint(None) == demo.CHECKPOINT
-
-
-def test_it_is_found_beside_an_editable_package(installed, tmp_path, monkeypatch):
-    checkout = tmp_path / "checkout"
+@pytest.mark.parametrize("place", ["current folder", "checkout of an editable package"])
+def test_the_checkpoint_is_found(installed, monkeypatch, place):
+    checkout = installed if place == "current folder" else installed / "checkout"
     (checkout / demo.CHECKPOINT).mkdir(parents=True)
     (checkout / demo.CHECKPOINT / "config.json").write_text("{}")
-    monkeypatch.setattr(demo, "__file__", str(checkout / "mlx_kda" / "demo.py"))
-    assert demo.find_checkpoint(None) == checkout / demo.CHECKPOINT
+    if place != "current folder":
+        monkeypatch.setattr(demo, "__file__", str(checkout / "mlx_kda" / "demo.py"))
+    assert demo.find_checkpoint(None).resolve() == checkout / demo.CHECKPOINT
 
 
 # The model of a chat that names none

@@ -9,7 +9,6 @@ from helpers.hub import serving
 from helpers.paths import EXAMPLES
 from helpers.program import run
 
-from mlx_kda.cli import output
 from mlx_kda.cli.main import main
 from mlx_kda.context import Context
 from mlx_kda.transcript import chat_ids
@@ -120,32 +119,9 @@ def test_sampling_flags(generate):
     assert tokens("--seed", "5", "--top-k", "1") == tokens("--temp", "0")
 
 
-def test_prefill_step_changes_nothing(generate):
-    flags = ["--prompt", "the rain in the plain", "--max-tokens", "8", "--json"]
-    outs = [generate(*flags, "--prefill-step", n)[1] for n in ("1", "7", "99")]
-    runs = [json.loads(out)["tokens"] for out in outs]
-    assert runs[0] == runs[1] == runs[2]
-
-
 def test_the_program_reads_a_pipe(tiny_mlx):
     result = run("generate", str(tiny_mlx), "--max-tokens", "4", "--json", stdin="hi\n")
     assert result.returncode == 0 and len(json.loads(result.stdout)["tokens"]) <= 4
-
-
-def test_weights_with_nan_are_named(tiny_hf, tmp_path, capsys):
-    """NaN logits end in one line, not in text made of token 0."""
-    import mlx.core as mx
-    from helpers.tiny_checkpoint import weights, write_checkpoint, write_weights
-
-    folder = write_checkpoint(tmp_path / "nan")
-    tensors = weights()
-    tensors["lm_head.weight"] = tensors["lm_head.weight"] * mx.nan
-    write_weights(folder, tensors)
-    assert main(["convert", str(folder), str(tmp_path / "out")]) in (0, 2)
-    capsys.readouterr()
-    assert main(["generate", str(folder), "--prompt", "hi"]) == 2
-    err = capsys.readouterr().err
-    assert "not finite" in err and err.count("\n") == 1
 
 
 def tokens_of(out):
@@ -188,20 +164,13 @@ def test_a_session_of_messages(generate, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_the_session(generate, tmp_path, monkeypatch, sent):
+def test_a_signal_saves_the_session(generate, tmp_path, monkeypatch, signal_after, sent):
     file = tmp_path / "s"
     flags = ["--prompt", "the rain", *RAW[:2], "--session", str(file)]
     whole = tokens_of(generate(*flags[:2], *RAW, "--max-tokens", "30")[1])
-    written = []
-
-    def write(text):
-        written.append(text)
-        if len(written) == 10:
-            signal.raise_signal(sent)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(output, "write", write)
-        status, _, err = generate(*flags, "--max-tokens", "30")
+    signal_after(10, sent)
+    status, _, err = generate(*flags, "--max-tokens", "30")
+    monkeypatch.undo()
     assert status == 128 + sent and f"interrupted; the session is saved in {file}" in err
     rest = tokens_of(generate(*flags, "--max-tokens", "20", "--json")[1])
     assert rest == whole[10:]
@@ -210,8 +179,6 @@ def test_a_signal_saves_the_session(generate, tmp_path, monkeypatch, sent):
 @pytest.mark.parametrize("raw", [True, False])
 def test_a_signal_while_reading_keeps_what_was_read(generate, tmp_path, monkeypatch, raw):
     """A long prompt, stopped half way: the same command reads only the rest."""
-    from mlx_kda.context import Context
-
     flags = ["--prompt", "the rain in the plain " * 8, "--json", "--max-tokens", "6"]
     flags += ["--ignore-eos", *(["--raw"] if raw else [])]
     wanted = json.loads(generate(*flags)[1])

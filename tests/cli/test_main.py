@@ -3,8 +3,10 @@
 import os
 import signal
 import subprocess
+import sys
 
 import mlx.core as mx
+import pytest
 from helpers.paused import Pause, started
 from helpers.program import PROGRAM
 
@@ -26,40 +28,30 @@ def test_help_is_quick():
     assert best < 0.3
 
 
-def failing(monkeypatch, error):
-    """Make ``mlx-kda info x`` raise ``error``."""
+HINT = "(run mlx-kda --debug ... for the traceback)"
+
+
+@pytest.mark.parametrize(
+    ("argv", "error", "status", "told"),
+    [
+        ([], UserError("shard 3:\n  download it again"), 2, "shard 3: download it again"),
+        ([], TypeError("odd\nthing"), 1, f"TypeError: odd thing {HINT}"),
+        (["--debug"], TypeError("odd"), 1, "TypeError: odd"),
+        ([], KeyboardInterrupt(), 130, "interrupted"),
+    ],
+    ids=["a user's mistake", "the unexpected", "the unexpected with --debug", "an interrupt"],
+)
+def test_a_failure_is_one_line_and_a_status(monkeypatch, capsys, argv, error, status, told):
+    """Only ``--debug`` puts the traceback before it."""
 
     def run(args):
         raise error
 
     monkeypatch.setattr("mlx_kda.cli.info.run", run)
-
-
-def test_a_users_mistake_is_one_line_and_status_2(monkeypatch, capsys):
-    failing(monkeypatch, UserError("shard 3 is truncated:\n  download it again"))
-    assert program.main(["info", "x"]) == 2
+    assert program.main([*argv, "info", "x"]) == status
     out, err = capsys.readouterr()
-    assert out == "" and err == "mlx-kda: shard 3 is truncated: download it again\n"
-
-
-def test_the_unexpected_is_one_line_with_a_hint(monkeypatch, capsys):
-    failing(monkeypatch, TypeError("odd\nthing"))
-    assert program.main(["info", "x"]) == 1
-    err = capsys.readouterr().err
-    assert err == "mlx-kda: TypeError: odd thing (run mlx-kda --debug ... for the traceback)\n"
-
-
-def test_debug_shows_the_traceback(monkeypatch, capsys):
-    failing(monkeypatch, TypeError("odd"))
-    assert program.main(["--debug", "info", "x"]) == 1
-    err = capsys.readouterr().err
-    assert err.startswith("Traceback") and err.endswith("mlx-kda: TypeError: odd\n")
-
-
-def test_an_interrupt_is_one_line_and_status_130(monkeypatch, capsys):
-    failing(monkeypatch, KeyboardInterrupt())
-    assert program.main(["info", "x"]) == 130
-    assert capsys.readouterr().err == "mlx-kda: interrupted\n"
+    traceback, line = err.rsplit("mlx-kda: ", 1) if argv else ("", err.removeprefix("mlx-kda: "))
+    assert out == "" and line == told + "\n" and traceback.startswith("Traceback" if argv else "")
 
 
 ANSWER = ["--prompt", "x", "--raw", "--ignore-eos", "--max-tokens", "400"]
@@ -109,3 +101,22 @@ def test_info_names_a_models_kernels_on_a_mac(tiny_model, monkeypatch):
     paths = kda_paths(model.args, "float32")
     assert paths["prefill"].startswith("kda_chunk: ")
     assert paths["decode"].startswith("kda_decode: ")
+
+
+@pytest.mark.parametrize("given, kept", [(None, "0"), ("1", "1")])
+def test_float32_products_are_float32_unless_the_user_wants_less(given, kept):
+    """From the M5 on MLX rounds them to TF32; it reads the environment when it starts."""
+    code = (
+        "import os, sys\n"
+        "from mlx_kda.cli.main import main\n"
+        "early = 'mlx.core' in sys.modules\n"
+        "main(['info', 'nowhere'])\n"
+        "print(early, os.environ['MLX_ENABLE_TF32'])"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "MLX_ENABLE_TF32"}
+    if given is not None:
+        environment["MLX_ENABLE_TF32"] = given
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["False", kept]

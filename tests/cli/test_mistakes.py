@@ -311,8 +311,3 @@ def test_what_runs_no_model_needs_no_transformers(tiny_mlx, command):
     ((status, told, heavy),) = attempt([command[0], str(tiny_mlx), *command[1:]])
     assert status == 0 and told == []
     assert not {"mlx_lm", "transformers"} & set(heavy)
-
-
-def test_info_of_an_unknown_model_type_is_a_mistake(here):
-    ((status, told, _),) = attempt(["info", "other", "--json"], cwd=here)
-    assert status == 2 and len(told) == 1

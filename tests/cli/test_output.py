@@ -8,8 +8,6 @@ import shutil
 import sys
 
 import pytest
-from helpers.paused import LIMIT
-from helpers.program import PROGRAM
 
 from mlx_kda.bench.results import Benchmark
 from mlx_kda.cli import output
@@ -181,6 +179,17 @@ def test_a_line_for_the_person_does_not_drive_the_terminal(terminal, tmp_path, c
     assert not re.search(r"[\x00-\x09\x0b-\x1f]", shown.getvalue())
 
 
+def test_no_control_characters_reach_a_terminal(terminal, monkeypatch):
+    """What a model writes cannot drive the terminal; a pipe gets it as it is."""
+    text = "a\x1b[31mb\tc\n\u6f22"
+    shown = terminal()
+    output.write(text)
+    assert shown.getvalue() == "a[31mb\tc\n\u6f22"
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    output.write(text)
+    assert sys.stdout.getvalue() == text
+
+
 @pytest.mark.parametrize(
     ("environment", "unwanted"),
     [
@@ -189,24 +198,14 @@ def test_a_line_for_the_person_does_not_drive_the_terminal(terminal, tmp_path, c
     ],
     ids=["dumb", "NO_COLOR"],
 )
-def test_a_chat_sends_no_escapes_that_are_not_wanted(tiny_mlx, environment, unwanted):
-    pexpect = pytest.importorskip("pexpect")
-    child = pexpect.spawn(
-        PROGRAM[0],
-        [*PROGRAM[1:], "chat", str(tiny_mlx), "--max-tokens", "4"],
-        env={**os.environ, **environment},
-        encoding="utf-8",
-        codec_errors="replace",
-        timeout=LIMIT,
-        dimensions=(24, 40),
-    )
+def test_a_chat_sends_no_escapes_that_are_not_wanted(tiny_mlx, at_terminal, environment, unwanted):
+    child = at_terminal("chat", tiny_mlx, "--max-tokens", "4", columns=40, **environment)
     child.expect("Ctrl-D ends")
     told = [child.before]
     child.send("hello\r")
     child.expect("prefilled")
     told.append(child.before)
     child.send("\x04")
-    child.expect(pexpect.EOF)
-    told.append(child.before)
+    told.append(child.read())
     child.close()
     assert child.exitstatus == 0 and not re.search(unwanted, "".join(told))

@@ -2,10 +2,9 @@
 
 import io
 import os
-import subprocess
 
 import pytest
-from helpers.paused import Pause, started
+from helpers.paused import Pause, started, wait_for
 from helpers.program import PROGRAM
 
 from mlx_kda.cli.chat_commands import Chat
@@ -31,19 +30,13 @@ def saved(path, tiny_model, ids=(1, 2, 3)):
 @pytest.fixture
 def chatting(tiny_mlx, folder):
     """A chat that waits for its second line, with its session in `talk`."""
-    process = subprocess.Popen(
-        [*PROGRAM, "chat", str(tiny_mlx), "--max-tokens", "4", "--session", str(folder / "talk")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    process.stdin.write(b"hello\n")
-    process.stdin.flush()
-    while process.stdout.read(1) != b"\n":
-        assert process.poll() is None
-    yield process
-    process.kill()
-    process.communicate()
+    argv = ["chat", tiny_mlx, "--max-tokens", "4", "--session", folder / "talk"]
+    with started([*PROGRAM, *argv]) as process:
+        process.stdin.write(b"hello\n")
+        process.stdin.flush()
+        while process.stdout.read(1) != b"\n":
+            assert process.poll() is None
+        yield process
 
 
 @pytest.mark.parametrize("command", ["chat", "generate"])
@@ -60,12 +53,14 @@ def test_a_second_program_is_refused_before_it_begins(
 
 
 def test_a_killed_program_s_file_goes_on(chatting, tiny_mlx, tiny_model, folder, monkeypatch):
+    """kill -9 once the first turn is in the file: its message and answer are there."""
+    wait_for((folder / "talk").exists, "the file", chatting)
     chatting.kill()
     chatting.wait()
     monkeypatch.setattr("sys.stdin", io.StringIO("more\n"))
     assert main(["chat", str(tiny_mlx), "--max-tokens", "3", "--session", f"{folder}/talk"]) == 0
     messages = Session.load(folder / "talk", *tiny_model).messages
-    assert [m["content"] for m in messages if m["role"] == "user"][-1] == "more"
+    assert [m["content"] for m in messages if m["role"] == "user"] == ["hello", "more"]
     assert os.listdir(folder) == ["talk"]
 
 
@@ -147,19 +142,43 @@ def test_kill_9_in_the_middle_of_a_save(tiny_mlx, tiny_model, folder, tmp_path, 
     assert Session.load(folder / "talk", *tiny_model).messages
 
 
-def test_a_save_that_failed_slowly_is_not_tried_again_at_once(tmp_path, monkeypatch, capsys):
-    clock = [1000.0]
-    monkeypatch.setattr("mlx_kda.cli.session_file.time.monotonic", lambda: clock[0])
+class Saved:
+    """A session whose saves take so many seconds by the clock and may end in an error."""
 
-    class Failing:
-        saves = 0
+    def __init__(self, clock, seconds, error=None):
+        self.clock, self.seconds, self.error, self.saves = clock, seconds, error, 0
 
-        def save(self, path):
-            self.saves += 1
-            clock[0] += 60
-            raise UserError("cannot save it: No space left on device")
+    def save(self, path):
+        self.saves += 1
+        self.clock[0] += self.seconds
+        if self.error:
+            raise self.error
+        path.write_text("x")
 
-    failing = Failing()
+
+def test_saving_in_between_takes_a_twentieth_of_the_time(clock, tmp_path):
+    session = Saved(clock, seconds=10)
+    with SessionFile(tmp_path / "s") as file:
+        assert file.save_if_due(session)
+        assert not file.save_if_due(session)
+        clock[0] += 199
+        assert not file.save_if_due(session)
+        clock[0] += 2
+        assert file.save_if_due(session) and session.saves == 2
+
+
+def test_saving_in_between_writes_a_megabyte_a_second_at_the_most(clock, tmp_path):
+    (tmp_path / "long").touch()
+    os.truncate(tmp_path / "long", 900_000_000)
+    with SessionFile(tmp_path / "long") as file:
+        clock[0] += 899
+        assert not file.save_if_due(Saved(clock, 10))
+        clock[0] += 2
+        assert file.save_if_due(Saved(clock, 10))
+
+
+def test_a_save_that_failed_slowly_is_not_tried_again_at_once(clock, tmp_path, capsys):
+    failing = Saved(clock, 60, UserError("cannot save it: No space left on device"))
     with SessionFile(tmp_path / "s") as file:
         for _ in range(3):
             assert not file.save_if_due(failing)
@@ -168,6 +187,25 @@ def test_a_save_that_failed_slowly_is_not_tried_again_at_once(tmp_path, monkeypa
         assert not file.save_if_due(failing) and failing.saves == 2
         with pytest.raises(UserError, match="No space left"):
             file.save(failing)  # at the end, whatever it takes
+
+
+def test_a_session_changed_by_another_program_is_not_overwritten(tiny_model, folder, capsys):
+    """It is saved beside that, which is said once."""
+    session = saved(folder / "s", tiny_model)
+    with SessionFile(folder / "s") as file:
+        file.save(session)
+        saved(folder / "s", tiny_model, ids=[9] * 7)
+        theirs = (folder / "s").read_bytes()
+        session.prefill([4])
+        file.save(session)
+        file.save(session)
+        assert (folder / "s").read_bytes() == theirs
+        assert Session.load(folder / "s-2", *tiny_model).tokens == [1, 2, 3, 4]
+        assert capsys.readouterr().err.count("changed by another program") == 1
+        (folder / "s-2").unlink()  # what is gone is nobody's work
+        file.save(session)
+        assert capsys.readouterr().err == ""
+    assert sorted(os.listdir(folder)) == ["s", "s-2"]
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):

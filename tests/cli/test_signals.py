@@ -6,18 +6,13 @@ import subprocess
 import sys
 
 import pytest
-from helpers.paused import LIMIT, Pause, started, told, wait_for
-from helpers.program import PROGRAM
+from helpers.paused import LIMIT, Pause, started, told
 
-import mlx_kda
 from mlx_kda import files
 from mlx_kda.cli.chat_commands import Chat
 from mlx_kda.cli.session_file import SessionFile
 from mlx_kda.cli.signals import WAITING, stop_on_signals
-from mlx_kda.context import Context
-from mlx_kda.errors import UserError
 from mlx_kda.session import Session
-from mlx_kda.step import CPU_STEP
 
 
 @pytest.fixture
@@ -119,96 +114,6 @@ def test_handlers_and_the_wakeup_are_as_before():
         with stop_on_signals():
             pass
     assert (signal.getsignal(signal.SIGINT), signal.set_wakeup_fd(-1)) == before
-
-
-def test_a_stop_waits_for_one_short_step(tiny_model):
-    """Steps on a CPU are short, each is told, and a wish to stop is answered after one."""
-
-    class Enough(Exception):
-        pass
-
-    seen = []
-
-    def progress(done, total):
-        seen.append(done)
-        if len(seen) == 3:
-            raise Enough
-
-    context = Context(tiny_model[0])
-    with pytest.raises(Enough):
-        context.prefill([5] * 400, progress=progress)
-    assert seen == [0, CPU_STEP, 2 * CPU_STEP] and len(context.tokens) == 2 * CPU_STEP
-
-
-def test_a_session_changed_by_another_program_is_not_overwritten(tiny_model, saved, capsys):
-    with SessionFile(str(saved)) as file:
-        session = Session.load(saved, *tiny_model)
-        file.save(session)
-        mine = saved.read_bytes()
-        other = Session(*tiny_model)
-        other.prefill([9] * 7)
-        other.save(saved)
-        theirs = saved.read_bytes()
-        session.prefill([4])
-        file.save(session)
-        file.save(session)
-        assert saved.read_bytes() == theirs != mine
-        beside = saved.with_name("s-2")
-        assert Session.load(beside, *tiny_model).tokens == [1, 2, 3, 4]
-        assert capsys.readouterr().err.count("changed by another program") == 1
-        beside.unlink()  # what is gone is nobody's work
-        file.save(session)
-        assert capsys.readouterr().err == ""
-    assert sorted(os.listdir(saved.parent)) == ["s", "s-2"]
-
-
-def test_saving_in_between_takes_little_of_the_time_and_of_the_disk(monkeypatch, tmp_path, capsys):
-    clock = [1000.0]
-    monkeypatch.setattr("mlx_kda.cli.session_file.time.monotonic", lambda: clock[0])
-
-    class Slow:
-        saves = 0
-
-        def save(self, path):
-            self.saves += 1
-            clock[0] += 10
-            path.write_text(str(self.saves))
-
-    file, session = SessionFile(str(tmp_path / "s")), Slow()
-    assert file.save_if_due(session)
-    assert not file.save_if_due(session)
-    clock[0] += 199
-    assert not file.save_if_due(session)
-    clock[0] += 2
-    assert file.save_if_due(session) and session.saves == 2
-
-    # An existing file of 900 MB may be written anew after 900 s.
-    (tmp_path / "long").write_bytes(b"")
-    os.truncate(tmp_path / "long", 900_000_000)
-    long = SessionFile(str(tmp_path / "long"))
-    clock[0] += 899
-    assert not long.save_if_due(session) and session.saves == 2
-    clock[0] += 2
-    assert long.save_if_due(session) and session.saves == 3
-
-    class Failing:
-        def save(self, path):
-            raise UserError("cannot save it: No space left on device")
-
-    clock[0] += 300
-    assert not file.save_if_due(Failing())
-    assert "No space left" in capsys.readouterr().err
-
-
-def test_a_killed_chat_keeps_its_finished_turns(tiny_mlx, tmp_path):
-    """kill -9 once the first turn is in the file: its message and answer are there."""
-    file = tmp_path / "talk"
-    command = [*PROGRAM, "chat", tiny_mlx, "--max-tokens", "5", "--session", file]
-    with started(command, bufsize=0) as process:
-        process.stdin.write(b"hello\n")
-        wait_for(file.exists, "the file", process)
-        process.kill()
-    assert len(Session.load(file, *mlx_kda.load(tiny_mlx)).messages) == 2
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path):

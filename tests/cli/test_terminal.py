@@ -4,10 +4,10 @@ import os
 import signal
 
 import pytest
-from helpers.paused import LIMIT, Pause
-from helpers.program import PROGRAM
+from helpers.paused import Pause
 
 import mlx_kda
+from mlx_kda.convert import convert
 from mlx_kda.session import Session
 
 pexpect = pytest.importorskip("pexpect")
@@ -17,32 +17,21 @@ STATUS = r"\[[^\]]*tokens/s \| context [\d,]+ of 512 \| cache [^\]]* prefilled\]
 
 
 @pytest.fixture
-def chat(tiny_mlx, tmp_path):
-    """Starts a chat in a pseudo-terminal of 120 columns; ended after the test."""
-    started = []
+def chat(tiny_mlx, tmp_path, at_terminal):
+    """Starts a chat at a terminal, with prompt_toolkit or, if ``plain``, where it is missing."""
 
-    def start(*argv, plain=False, program=PROGRAM):
-        folder = tmp_path / "hidden"
+    def start(*argv, plain=False, **options):
         if plain:  # a module of that name that cannot be imported
-            (folder / "prompt_toolkit").mkdir(parents=True, exist_ok=True)
-            (folder / "prompt_toolkit" / "__init__.py").write_text("raise ImportError\n")
-        paths = [*([str(folder)] if plain else []), *filter(None, [os.environ.get("PYTHONPATH")])]
-        child = pexpect.spawn(
-            program[0],
-            [*program[1:], "chat", str(tiny_mlx), *argv],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TERM": "xterm"},
-            encoding="utf-8",
-            codec_errors="replace",
-            timeout=LIMIT,
-            dimensions=(40, 120),
-        )
-        started.append(child)
+            hidden = tmp_path / "hidden" / "prompt_toolkit"
+            hidden.mkdir(parents=True, exist_ok=True)
+            (hidden / "__init__.py").write_text("raise ImportError\n")
+            paths = [str(hidden.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+            options["PYTHONPATH"] = os.pathsep.join(paths)
+        child = at_terminal("chat", tiny_mlx, *argv, **options)
         child.expect("Ctrl-D ends")
         return child
 
-    yield start
-    for child in started:
-        child.close(force=True)
+    return start
 
 
 def end(child):
@@ -172,20 +161,11 @@ def test_bytes_that_are_no_text_become_replacement_characters(chat, tiny_mlx, tm
     assert said.startswith("caf") and "\ufffd" in said and said.endswith("!")
 
 
-def test_slow_16_bits_on_a_cpu_are_told_to_a_person(tiny_hf, tmp_path):
-    from mlx_kda.convert import convert
-
+def test_slow_16_bits_on_a_cpu_are_told_to_a_person(tiny_hf, tmp_path, at_terminal):
     argv = ["--prompt", "x", "--max-tokens", "1"]
     for dtype, told in (("bfloat16", True), ("float32", False)):
         convert(tiny_hf, tmp_path / dtype, dtype=dtype)
-        child = pexpect.spawn(
-            PROGRAM[0],
-            [*PROGRAM[1:], "generate", str(tmp_path / dtype), *argv],
-            encoding="utf-8",
-            codec_errors="replace",
-            timeout=LIMIT,
-            dimensions=(40, 120),
-        )
+        child = at_terminal("generate", tmp_path / dtype, *argv)
         child.expect(pexpect.EOF)
         child.close()
         assert child.exitstatus == 0
