@@ -25,7 +25,7 @@ class Experts(SwitchGLU):
     MLX's CPU build gathers float32 matrices only: there 16-bit experts are computed in float32.
     """
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs, activation=_SwiGLU())
         self._bundle: Bundle | None = None
 

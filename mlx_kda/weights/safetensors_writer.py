@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -27,21 +27,12 @@ SYNC_BYTES = 64_000_000  # so that the sync at the end is short
 BLOCK = 16_000_000
 
 
-class Digest(Protocol):
-    """A hash that is fed block by block, as those of hashlib are."""
-
-    def update(self, data: memoryview, /) -> None: ...
-
-    def hexdigest(self) -> str: ...
-
-
 def write_file(
     path: Path,
     tensors: dict[str, Spec],
     arrays: Iterable[tuple[str, mx.array | Pieces]],
     metadata: dict[str, str] | None = None,
     waiting: int = WAITING_BYTES,
-    digest: Digest | None = None,
 ) -> str:
     """Write a file: the header from ``tensors``, then each array as it comes.
 
@@ -52,11 +43,10 @@ def write_file(
             cut along its first axis longer than 1.
         metadata: the file's own, strings by name.
         waiting: how many bytes (or one piece) writing and hashing may be behind.
-        digest: the hash of the file's bytes; by default SHA-256.
 
-    Returns ``digest`` in hexadecimal.
+    Returns the SHA-256 of the file's bytes in hexadecimal.
     """
-    digest = digest or hashlib.sha256()
+    digest = hashlib.sha256()
     unsynced = 0
 
     def write(block: memoryview) -> None:
