@@ -54,6 +54,6 @@ def read_text(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise UserError(f"{path} is not text in UTF-8") from None
+        raise UserError(f"{path} is not UTF-8 text") from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None

@@ -121,7 +121,7 @@ PAGE = """\
 # Constant memory, measured
 
 `{model}` reads {tokens:,} tokens in one context. Every layer is
-KDA, so its cache is a state and three windows a layer, however long the text is.
+KDA, so its cache is a state and three windows per layer, however long the text is.
 
 - command: `{command}`
 - {date}, commit {commit}, {packages}

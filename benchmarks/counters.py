@@ -7,8 +7,8 @@ Counts are exact, per token and head, with instructions counted once per SIMD-gr
 follow a model of M1-class cores, not a measurement:
 
     alu          instructions weighted by published cycle counts, on the four schedulers of a core
-    l1           device bytes requested, at 64 bytes a cycle
-    threadgroup  threadgroup bytes requested, at 64 bytes a cycle
+    l1           device bytes requested, at 64 bytes per cycle
+    threadgroup  threadgroup bytes requested, at 64 bytes per cycle
     lower        the largest of the three: all of it overlaps
     upper        their sum: nothing overlaps
 
@@ -189,7 +189,7 @@ def predictions(found: list[Row]) -> str:
     if not lines:
         return ""
     table = markdown(
-        lines, columns("chip kernel low high", low="us a token, at least", high="at most")
+        lines, columns("chip kernel low high", low="us per token, at least", high="at most")
     )
     return f"""## Predicted, not measured: the recurrence of one KDA layer on Apple chips
 

@@ -100,7 +100,7 @@ def _vector(*inputs) -> list[mx.array]:
 
 
 def _started(call):
-    """The call with its work handed to the GPU: MLX alone would wait until somebody looks."""
+    """The call with its work handed to the GPU: MLX alone would wait until the result is read."""
 
     def run():
         result = call()

@@ -127,7 +127,7 @@ def _recorded_cuda(document: Document) -> str:
 
 
 def _remarks(document: Document) -> str:
-    """The note that somebody added to the file, and whether its rows are complete."""
+    """The note that was added to the file by hand, and whether its rows are complete."""
     stopped = "" if document.get("complete", True) else page.STOPPED
     return " ".join(part for part in (document.get("note", ""), stopped) if part)
 
@@ -151,7 +151,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SRC",
         help="folder of the checkpoint to convert (default: the small one)",
     )
-    numbers(parser, "--tokens", [1, 64, 512, 2048], "tokens of op")
+    numbers(parser, "--tokens", [1, 64, 512, 2048], "tokens for the op")
     seconds(parser, 10.0)
     parser.add_argument(
         "--recorded",

@@ -34,7 +34,7 @@ BENCHMARK = Benchmark(
     "profile",
     "Where the time of a prefill and of a decode step goes, by kind of work",
     {**columns("phase tokens part ms share spread"), "as stored ms": "ms, weights as stored"},
-    "Every part waited for by itself, medians; of nested parts the inner one counts. The "
+    "Medians, each part waited for by itself; of nested parts only the inner one is counted. The "
     "last two rows of a phase: the same step left alone, and what waiting cost.",
 )
 

@@ -37,14 +37,14 @@ BENCHMARK = Benchmark(
     columns(
         "recipe bits_per_weight mb bits_per_byte perplexity divergence divergence_error "
         "gates_divergence gates_divergence_error",
-        bits_per_weight="bits a weight",
+        bits_per_weight="bits per weight",
         mb="MB",
-        bits_per_byte="bits a byte",
+        bits_per_byte="bits per byte",
         divergence_error="±",
         gates_divergence="of it by the gates",
         gates_divergence_error="±",
     ),
-    "Divergence: from the first recipe's distributions, nats a token, ± standard error; by "
+    "Divergence: from the first recipe's distributions, nats per token, ± standard error; by "
     "the gates: what quantising the gate path added to it.",
 )
 

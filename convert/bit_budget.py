@@ -79,10 +79,7 @@ class BitBudget:
         self.nbytes = int(target * parameters / 8) - fixed
         if self.nbytes < least:
             bits = math.ceil((fixed + least) * 8000 / parameters) / 1000
-            raise UserError(
-                f"--target-bpw {target:g} is below what the fewest bits take: the least is "
-                f"{bits:.3f}"
-            )
+            raise UserError(f"--target-bpw {target:g} is too low: the least possible is {bits:.3f}")
 
     def _fixed_bytes(self) -> int:
         """Bytes that no budget changes: norms, convolutions, the router, weights with a rule."""

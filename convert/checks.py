@@ -167,7 +167,7 @@ def check_tokenizer(
         return
     try:
         ids, texts, ends = _try_tokenizer(source)
-    except Exception as error:  # other libraries read these files too, and can fail in any way
+    except Exception as error:  # other libraries read these files and may raise anything
         reason = " ".join(str(error).split()) or type(error).__name__
         result.add("tokenizer", f"does not load: {reason}", bound, False)
         return

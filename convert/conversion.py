@@ -162,7 +162,7 @@ def _take_finished(
         return log("there is no unfinished conversion: starting from the first file")
     wanted = {name: contents_hash(steps) for name, steps in shards.items()}
     for name in state.take(wanted, log):
-        log(f"{name} is damaged or was made with other choices, and is written again")
+        log(f"{name} is damaged or was made with other options: writing it again")
     log(f"resuming an unfinished conversion: {len(state.files)} of {len(wanted)} files done")
     return state.clear(keep={LOCK})
 

@@ -109,7 +109,7 @@ class ConversionPlan:
             return self.recipe.as_config()
         if not self.mapping.quantized:
             return None
-        # The weights came quantised: the most frequent settings, and the weights that differ.
+        # Weights quantised in the source: the most frequent settings, and the weights that differ.
         return config_entry(self.mapping.quantized)
 
     def apply_recipe(self) -> None:

@@ -52,7 +52,9 @@ def check_output(out: Path, source: Path, overwrite: bool) -> None:
         raise UserError(f"the output {out} holds the source folder: choose another place")
     if _holds_anything(out):
         if not overwrite:
-            raise UserError(f"{out} exists and is not empty: choose another, or pass --overwrite")
+            raise UserError(
+                f"{out} exists and is not empty: choose another folder, or pass --overwrite"
+            )
         if read_report(out) is None:
             raise UserError(f"{out} was not written by mlx-kda and is not overwritten")
     elif out.exists() and not out.is_dir():
@@ -110,7 +112,7 @@ def locked(out: Path) -> Iterator[Path]:
 
     At the end it is removed if it holds no finished work. An older output that a killed process
     was replacing is put back first. Raises UserError where another process is at work, where
-    somebody else's folder has the name, and for errors of the system.
+    a folder of another program has the name, and for errors of the system.
     """
     partial = partial_of(out)
     try:
@@ -203,7 +205,7 @@ def _acquire(partial: Path) -> Lock:
         if lock is None:
             raise UserError(f"another conversion is writing {partial}: wait for it")
         return lock
-    raise UserError(f"{partial / LOCK} cannot be made: remove {partial}")
+    raise UserError(f"{partial / LOCK} cannot be created: remove {partial}")
 
 
 def _is_foreign(partial: Path) -> bool:
@@ -242,9 +244,9 @@ def _empty(folder: Path) -> None:
 
 
 def _discard(partial: Path) -> None:
-    """Remove the folder, the lock last: without one it would look like somebody else's."""
+    """Remove the folder, the lock last: without one it would not be recognised as ours."""
     if (partial / OLD).exists():
-        return  # somebody's output, whose place was taken meanwhile
+        return  # an output of another program that appeared meanwhile
     with contextlib.suppress(OSError):
         _empty(partial)
         (partial / LOCK).unlink()

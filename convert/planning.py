@@ -22,7 +22,7 @@ CONTEXTS = {"8K": 8 * 1024, "128K": 128 * 1024, "1M": 1024 * 1024}
 
 @dataclass
 class Inspection:
-    """Facts of a checkpoint; ``problem`` says why it cannot be converted."""
+    """Facts about a checkpoint; ``problem`` is why it cannot be converted."""
 
     source: str
     format: str  # "mlx" or "huggingface"
@@ -127,7 +127,7 @@ class Plan:
             f"{self.parameters / 1e6:,.1f} M parameters",
             f"{size(self.bytes_in)} -> {size(self.bytes_out)} in "
             f"{'about ' if self.open else ''}{self.files} file{'' if self.files == 1 else 's'}, "
-            f"{self.bits_per_weight:.2f} bits a weight, the rest {self.dtype}",
+            f"{self.bits_per_weight:.2f} bits per weight, the rest {self.dtype}",
             f"  {'family':22s} {'source':>10s} {'output':>10s}",
         ]
         for family in dict.fromkeys((*self.source_families, *self.families)):

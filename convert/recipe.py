@@ -2,7 +2,7 @@
 
 The default recipe quantises every matrix except the gate path and the convolutions. On the small
 trained model 8 bits would be enough for the gates (docs/quality.md); in a large model they are
-less than 1 % of the bytes, and nobody has measured what their errors do over a very long context.
+less than 1 % of the bytes, and what their errors do over a very long context was not measured.
 The router gets 8 affine bits or more. A rule for a weight takes precedence over all of this.
 """
 
@@ -100,7 +100,7 @@ class Recipe:
         elif ROUTER.search(path) and (packing.bits < 8 or packing.mode != "affine"):
             packing = ROUTER_QUANTIZATION
         if not packing.fits(width):
-            return None, f"width {width} is no multiple of group {packing.group_size}"
+            return None, f"width {width} is not a multiple of group {packing.group_size}"
         return packing, ""
 
     def is_free(self, name: str, spec: Spec) -> bool:

@@ -103,7 +103,8 @@ class ConversionReport:
         q, recipe = self.quantization, self.recipe or {"default": None, "rules": []}
         rules = ", with rules" if recipe["rules"] else ""
         if recipe.get("target_bpw"):
-            return f"mixed bits for {recipe['target_bpw']:g} a weight{rules}, rest {self.dtype}"
+            average = f"{recipe['target_bpw']:g} per weight"
+            return f"mixed bits averaging {average}{rules}, rest {self.dtype}"
         others = [packing for packing in q.values() if isinstance(packing, dict)]
         if recipe["default"] is None and others:  # there is no main packing: name all bits
             bits = sorted({q["bits"], *(packing["bits"] for packing in others)})
@@ -111,7 +112,7 @@ class ConversionReport:
         else:
             how = f"{q['bits']} bits ({q['mode']}, groups of {q['group_size']})"
         if recipe["rules"] and recipe["default"] is None:
-            rules = " in what the rules name"
+            rules = " where the rules apply"
         return f"{how}{rules}, rest {self.dtype}"
 
     def lines(self) -> list[str]:
@@ -123,7 +124,7 @@ class ConversionReport:
         lines = [
             f"{self.model_type}, {self.layers} layers, {self.parameters / 1e6:,.1f} M parameters",
             f"{self.how()}: {size(self.bytes_in)} -> {size(self.bytes_out)}, "
-            f"{self.bits_per_weight:.2f} bits a weight",
+            f"{self.bits_per_weight:.2f} bits per weight",
         ]
         for family, sums in self.families.items():
             stored = "; ".join(f"{n} x {how}" for how, n in self.bits.get(family, {}).items())
@@ -213,7 +214,7 @@ An MLX conversion of `{report.source_name}`.
 | base model | `{report.source_name}`{revision} |
 | recipe | {report.how()} |
 | parameters | {report.parameters:,} |
-| size | {size(report.bytes_out)}, {report.bits_per_weight:.2f} bits a weight |
+| size | {size(report.bytes_out)}, {report.bits_per_weight:.2f} bits per weight |
 | converted by | mlx-kda {report.version} |
 
 Made by

@@ -74,7 +74,7 @@ def kda(
     path: str = "auto",
     runner: str = "auto",
 ) -> tuple[mx.array, mx.array]:
-    """Kimi Delta Attention and its lineage, by the fastest path that fits.
+    """KDA, Gated DeltaNet or DeltaNet, by the fastest path that fits.
 
     Computes what `kda_ref` documents; `explain` tells which path a call takes.
 
@@ -170,7 +170,7 @@ def choose_operations(T: int) -> Choice:
     if T >= _CHUNK_FROM:
         why = f"{format.tokens(T)} fill chunks: matrix products instead of a loop"
         return Choice("chunk", why)
-    why = f"{format.tokens(T)}, fewer than {_CHUNK_FROM}: the state is read once a token"
+    why = f"{format.tokens(T)}, fewer than {_CHUNK_FROM}: the state is read once per token"
     return Choice("step", why)
 
 

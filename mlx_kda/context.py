@@ -118,7 +118,7 @@ class Context:
         with self._whole(len(chunk)):
             self.logits = None
             if not last or (len(chunk) > 1 and not self._last_only):
-                # Logits that nobody evaluates cost nothing. mlx-lm's own models give those of
+                # Logits that are never evaluated cost nothing. mlx-lm's own models give those of
                 # every row, gigabytes for a long chunk, so that they get the last token apart.
                 unread = chunk if not last else chunk[:-1]
                 self.model(mx.array([unread]), cache=self.cache)

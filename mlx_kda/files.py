@@ -66,7 +66,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 class Lock:
-    """A lock file, held until ``release`` or until the process ends in any way.
+    """A lock file, held until ``release`` or until the process ends, however it ends.
 
     Args:
         path: the lock file, in a folder that exists.

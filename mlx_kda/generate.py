@@ -178,7 +178,7 @@ def stream_generate(
 ) -> Generator[Piece, None, None]:
     """Prefill ``prompt`` and yield what the model generates, piece by piece.
 
-    A text prompt is encoded by the tokenizer as it is, without a chat template. With a
+    A string is encoded by the tokenizer as it is, without a chat template. With a
     ``context`` the prompt continues what that has absorbed. Raises UserError for an empty
     prompt, a negative ``max_tokens`` and a prompt longer than the model's context at once,
     and NonFiniteLogits from the iterator. See ``Context.prefill`` for ``stops`` and ``every``, and
@@ -235,5 +235,5 @@ def encode_prompt(tokenizer: Any, prompt: str | Sequence[int] | mx.array) -> lis
             raise UserError(f"a prompt is one sequence: ids [T] or [1, T], not {list(array.shape)}")
         return array.reshape(-1).tolist()
     if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Iterable):
-        raise UserError(f"a prompt is a text or token ids, not {type(prompt).__name__}")
+        raise UserError(f"a prompt must be text or token ids, not {type(prompt).__name__}")
     return [*prompt]

@@ -42,7 +42,7 @@ class Need:
 
 @dataclass(frozen=True)
 class MachineMemory:
-    """Bytes of this machine's memory, how many of them a model may use, and who says so."""
+    """Bytes of this machine's memory, how many a model may use, and where that limit comes from."""
 
     total: int
     usable: int

@@ -164,7 +164,7 @@ class Session:
         statistics: Statistics | None = None,
         **options: Any,
     ) -> Pieces:
-        """Answer a list of messages, or a text as the next user message, piece by piece.
+        """Answer a list of messages, or a string as the next user message, piece by piece.
 
         The prefix that the messages share with what was read before is not read again: all of it
         where they continue it, else as much as the last usable checkpoint holds. ``options`` as for

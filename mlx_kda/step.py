@@ -40,5 +40,5 @@ def check_finite(finite: mx.array, position: int) -> None:
     if not finite.item():
         raise NonFiniteLogits(
             f"the model's logits are not finite after {position:,} tokens: the weights are "
-            "damaged or do not suit this dtype (convert again, with --dtype float32 to tell)"
+            "damaged or do not suit this dtype (to find out, convert again with --dtype float32)"
         )

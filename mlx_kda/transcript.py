@@ -20,7 +20,7 @@ def chat_ids(tokenizer: Any, messages: list[Message], *, answer: bool = True) ->
     """Token ids of ``messages`` under the chat template; ``answer`` adds the answer's opening."""
     if not tokenizer.has_chat_template:
         raise UserError(
-            "this model has no chat template: use mlx-kda generate --raw to continue a text"
+            "this model has no chat template: use mlx-kda generate --raw to continue a prompt"
         )
     return list(tokenizer.apply_chat_template(messages, add_generation_prompt=answer))
 
@@ -91,10 +91,10 @@ class Transcript:
 def checked(messages: Any) -> list[Message]:
     """A copy of the messages. Raises UserError where they are not valid."""
     if not isinstance(messages, (list, tuple)) or not messages:
-        raise UserError('messages are a list like [{"role": "user", "content": "hello"}]')
+        raise UserError('messages must be a list like [{"role": "user", "content": "hello"}]')
     for message in messages:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise UserError(f"a message has a role and a content, not {message!r}")
+            raise UserError(f"a message must have a role and a content, not {message!r}")
         content = message["content"]
         if isinstance(content, str) and not is_unicode(content):
             raise UserError("a message holds half a surrogate pair, which is not a character")

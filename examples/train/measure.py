@@ -4,7 +4,7 @@
     python measure.py --data ../../.train --minutes 20 --family kda
 
 Every case's outcome is kept in results.json (of the second checkpoint results-kda.json), so a run
-that is cut short goes on where it stopped, and the card says how many cases stand behind each
+that is cut short continues where it stopped, and the card says how many cases stand behind each
 number. The long lengths of the exact cache come from train.py's own evaluation on the training
 machine (device.json, device-kda.json), because a CPU takes minutes a case there; the table keeps
 the two apart.
@@ -167,8 +167,8 @@ def tables(results: dict, device: dict, family: Family = FAMILIES["kimi"]) -> st
         f"{device['facts']:.0%} of {device['counts']['facts']} |",
         f"| number looked up in a list of pairs | {cell('pairs')} | "
         f"{device['pairs']:.0%} of {device['counts']['pairs']} |",
-        f"| held-out text (Book of Ruth) | {bits:.3f} bits a byte, perplexity "
-        f"{perplexity:.1f} a token | {device['held_out_bits_per_byte']:.3f} bits a byte |",
+        f"| held-out text (Book of Ruth) | {bits:.3f} bits per byte, perplexity "
+        f"{perplexity:.1f} per token | {device['held_out_bits_per_byte']:.3f} bits per byte |",
         "",
         f"Pass key found, by length of the prompt in tokens (trained up to {family.trained:,}):",
         "",

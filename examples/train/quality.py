@@ -26,10 +26,10 @@ Measured on [the trained checkpoint](../examples/tiny-kimi-linear/README.md) wit
 
     {command}
 
-Activations are {computed_in} in every row, so the rows differ by their weights alone. Bits a weight
-are stored bits, scales included. Divergence is how far the model's predictions move from those of
-the source: `sum_i p_i ln(p_i / q_i)`, nats a token, ± the standard error over the tokens. It tells
-recipes apart on far less text than perplexity does.
+Activations are {computed_in} in every row, so the rows differ by their weights alone. Bits per
+weight are stored bits, scales included. Divergence is how far the model's predictions move from
+those of the source: `sum_i p_i ln(p_i / q_i)`, nats per token, ± the standard error over the
+tokens. It tells recipes apart on far less text than perplexity does.
 """
 
 GATES = """\
@@ -117,8 +117,15 @@ def verdict(row: Row) -> str:
 
 
 def recipes(rows: list[Row]) -> str:
-    """Recipes, one a line."""
-    headings = ["weights", "bits a weight", "MB", "bits a byte", "perplexity a token", "divergence"]
+    """Recipes, one per line."""
+    headings = [
+        "weights",
+        "bits per weight",
+        "MB",
+        "bits per byte",
+        "perplexity per token",
+        "divergence",
+    ]
     return table(
         headings,
         [
@@ -171,7 +178,7 @@ def both_bits(rows: list[Row]) -> list[tuple[float, float]]:
 
 def sizes(pairs: list[tuple[Row, Row]]) -> str:
     """Pairs of one size: the same bits everywhere, and bits chosen by weight."""
-    headings = ["size of", "MB", "bits a weight", "perplexity, same bits / chosen"]
+    headings = ["size of", "MB", "bits per weight", "perplexity, same bits / chosen"]
     return table(
         [*headings, "divergence, same bits", "divergence, chosen"],
         [
@@ -199,9 +206,9 @@ def gates(pairs: list[tuple[Row, Row]]) -> str:
     """Pairs of recipes with the gate path kept and quantised."""
     headings = [
         "weights",
-        "bits a weight, kept / quantised",
+        "bits per weight, kept / quantised",
         "perplexity, kept / quantised",
-        "nats a token",
+        "nats per token",
         "divergence",
         "by divergence",
     ]

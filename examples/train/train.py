@@ -221,7 +221,7 @@ def main() -> None:
     parser.add_argument("--resume", type=Path, help="folder of an earlier piece")
     parser.add_argument("--minutes", type=float, default=8.0, help="time limit of this piece")
     parser.add_argument("--total-steps", type=int, default=6000, help="steps of all pieces")
-    parser.add_argument("--tokens", type=int, default=131072, help="tokens a step")
+    parser.add_argument("--tokens", type=int, default=131072, help="tokens per step")
     parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=min(12, max(0, (os.cpu_count() or 1) - 3)))

@@ -28,8 +28,8 @@ BENCHMARK = Benchmark(
         tokens_per_second="tokens/s",
         peak_mb="peak MB",
     ),
-    "Our model; a process for each setting and round, in turns. MLX ends a command buffer at "
-    "either limit; MB are in truth millions of numbers. A CPU has no command buffers.",
+    "Our model; one process per setting and round, taking turns. MLX ends a command buffer at "
+    "either limit; what it calls MB are millions of elements. A CPU has no command buffers.",
 )
 # What is called MB counts millions of elements.
 OPS, NUMBERS = "MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER"

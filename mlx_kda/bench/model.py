@@ -35,10 +35,10 @@ BENCHMARK = Benchmark(
     ),
     "The same folder for all, or random weights of one shape. Prefill is each library's own, "
     "256 tokens at a time on a CPU and 2,048 on a GPU: mlx-lm leaves the head out until the "
-    "last token, ours computes it for that token alone; decode is one loop. On a Linux CPU how "
-    "weights lie in memory is part of the difference: "
-    "our loader lays them out for its BLAS, mlx-lm's does not, and a third candidate is its "
-    "model with our layout. Launches are nodes of this device's graph. A candidate is left out "
+    "last token, ours computes it for that token alone; decode is the same loop for both. On a "
+    "Linux CPU the layout of weights in memory is part of the difference: our loader lays them "
+    "out for its BLAS, mlx-lm's does not, and a third candidate is mlx-lm's model with our "
+    "layout. Launches are nodes of this device's graph. A candidate is left out "
     "where a single prefill would take it twice the seconds allowed. A model that memory does "
     "not hold twice is measured by one library, then by the other (alone).",
 )

@@ -15,10 +15,10 @@ from .timing import interleave
 BENCHMARK = Benchmark(
     "op",
     "The op's paths against mlx-lm's, with the error beside the time",
-    columns("H T candidate path ms us_per_token spread calls error", us_per_token="us a token"),
+    columns("H T candidate path ms us_per_token spread calls error", us_per_token="us per token"),
     "Inputs are random unless `--row` names another kind; every call starts from the state that "
-    "the one before left. Spread is that between the quartiles over the median; error is that of "
-    "the output against float64.",
+    "the one before left. Spread is the distance between the quartiles over the median; error is "
+    "that of the output against float64.",
 )
 # The float64 reference is a slow loop: errors are taken over this many heads and tokens at most.
 _REFERENCE_HEADS = 2

@@ -136,7 +136,9 @@ def steady(row: Row) -> bool:
 def noise(rows: Sequence[Row]) -> str:
     """How many rows are noisier than `timing.STEADY`, in words; "" for none."""
     noisy = sum(not steady(row) for row in rows)
-    return f"{noisy} of {len(rows)} rows spread over more than 5 % of their median" if noisy else ""
+    if not noisy:
+        return ""
+    return f"{noisy} of {len(rows)} rows have a spread of more than 5 % of their median"
 
 
 def markdown(rows: Sequence[Row], columns: dict[Any, str]) -> str:

@@ -183,7 +183,7 @@ def _read_header(file: BinaryIO, name: str) -> tuple[dict[str, str], set[str]]:
     if found[1] != VERSION:
         raise CheckpointError(
             f"{name} has session format {found[1]}, this program reads {VERSION}: it was written "
-            "by a newer mlx-kda, use that"
+            "by a newer mlx-kda: use that version"
         )
     if 8 + length + end > size:
         raise CheckpointError(f"{name} is truncated: {size} bytes of {8 + length + end}")
@@ -306,7 +306,9 @@ def _checked(
     for key in sorted(keys, key=lambda key: int(key.rpartition(".")[2])):
         i = int(key.removeprefix(start).partition(".")[0])
         if i >= len(layers):
-            raise CheckpointError(f"{name} has a layer {i}, this model has {len(layers)}")
+            raise CheckpointError(
+                f"{name} has a layer {i}, but this model has {len(layers)} layers"
+            )
         layers[i].append(arrays.pop(key))
     for i, (held, wanted) in enumerate(zip(layers, shapes, strict=True)):
         found = [array.shape for array in held]

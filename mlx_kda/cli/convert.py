@@ -30,10 +30,15 @@ UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="folder or hub id of the checkpoint")
     parser.add_argument(
-        "out", type=options.file_name, metavar="OUT", help="folder to write; it must not exist"
+        "out",
+        type=options.file_name,
+        metavar="OUT",
+        help="folder to write; it must be new or empty",
     )
     add_revision(parser)
-    parser.add_argument("--plan", action="store_true", help="report what it takes, write nothing")
+    parser.add_argument(
+        "--plan", action="store_true", help="report what the conversion needs; write nothing"
+    )
     parser.add_argument("--resume", action="store_true", help="continue an unfinished conversion")
     parser.add_argument(
         "--overwrite", action="store_true", help="replace OUT, and any unfinished conversion to it"
@@ -46,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "largest weight file, as in 500M or 5G (default: 5G)",
         5 * 10**9,
     )
-    parser.add_argument("--upload-repo", metavar="OWNER/NAME", help="then upload OUT to the hub")
+    parser.add_argument(
+        "--upload-repo", metavar="OWNER/NAME", help="upload OUT to the hub when it is complete"
+    )
     add_json(parser, "print the report as one JSON object")
 
     recipe = parser.add_argument_group("recipe")

@@ -1,4 +1,4 @@
-"""Show everything in under a minute: convert, chat, continue a text, find a pass key, resume.
+"""Show everything in under a minute: convert, chat, continue a prompt, find a pass key, resume.
 
 Converts examples/tiny-kimi-linear of this project's repository, or the given checkpoint, in a
 temporary folder that is removed at the end.
@@ -40,7 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     count, bits = options.number(int, 1), options.one_of(*BITS)
     add_option(parser, "--q-bits", "N", bits, "bits of the quantised weights (default: 4)", 4)
-    add_option(parser, "--max-tokens", "N", count, "most tokens of an answer (default: 40)", 40)
+    add_option(
+        parser,
+        "--max-tokens",
+        "N",
+        count,
+        "largest number of tokens in an answer (default: 40)",
+        40,
+    )
     add_option(
         parser,
         "--tokens",
@@ -111,7 +118,7 @@ def _convert(source: Path, out: Path, bits: int) -> "ConversionReport":
 
 
 def _converse(model: Any, tokenizer: Any, policy: str, max_tokens: int) -> None:
-    """Ask three questions if the model has a chat template, and continue a text."""
+    """Ask three questions if the model has a chat template, and continue a prompt."""
     from ..demo import OPENING, QUESTIONS
     from ..generate import Statistics
     from ..session import Session
@@ -126,7 +133,7 @@ def _converse(model: Any, tokenizer: Any, policy: str, max_tokens: int) -> None:
             print(f"> {question}")
             _stream(conversation.send(question, max_tokens=max_tokens, statistics=statistics))
             output.detail(_rates(statistics))
-    output.heading("Continuing a text")
+    output.heading("Continuing a prompt")
     statistics = Statistics()
     text = Session(model, tokenizer, policy)
     text.prefill(OPENING)
@@ -196,7 +203,7 @@ def _resume(session: "Session", answer: str, path: Path) -> None:
     from ..demo import KEY_QUESTION
     from ..session import Session
 
-    output.heading("Saving that session, loading it, and asking again")
+    output.heading("Saving the session, loading it, and asking again")
     start = time.perf_counter()
     session.save(path)
     saved = time.perf_counter() - start

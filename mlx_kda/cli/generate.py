@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--raw", action="store_true", help="continue the prompt as it is, without a chat template"
     )
     parser.add_argument(
-        "--ignore-eos", action="store_true", help="generate --max-tokens, past end tokens"
+        "--ignore-eos", action="store_true", help="ignore end tokens: generate all of --max-tokens"
     )
     add_option(
         parser,
@@ -242,7 +242,7 @@ def _read_prompt(args: argparse.Namespace) -> str | None:
             text = Path(args.prompt_file).read_text(encoding="utf-8")
     except UnicodeDecodeError:
         where = "standard input" if from_input else args.prompt_file
-        raise UserError(f"{where} is not text in UTF-8") from None
+        raise UserError(f"{where} is not UTF-8 text") from None
     except OSError as error:
         raise UserError(f"cannot read {args.prompt_file}: {error.strerror}") from None
     if not text and not from_input and args.prompt_file is None:

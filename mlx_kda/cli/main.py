@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         return status
     except BrokenPipeError:
-        # Nobody reads the output. Python would complain again when it flushes at exit.
+        # The reader of the output is gone. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Measure this package against mlx-lm on this machine, and say how steady the numbers are."""
+"""Measure this package against mlx-lm on this machine, and report how steady the numbers are."""
 
 import argparse
 import os
@@ -44,22 +44,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     numbers(op, "--tokens", [1, 64, 512, 2048], "tokens")
     numbers(op, "--heads", [4, 32], "heads")
     count(op, "--dim", 128, "Dk and Dv")
-    count(op, "--batch", 1, "sequences side by side")
-    choice(op, "--dtype", DTYPES, "float32", "of the activations")
+    count(op, "--batch", 1, "sequences in the batch")
+    choice(op, "--dtype", DTYPES, "float32", "dtype of the activations")
     choice(op, "--row", INPUTS, "random", "kind of inputs")
-    op.add_argument("--paths", default="auto", help="ours to run (default: auto)")
+    op.add_argument("--paths", default="auto", help="paths of kda() to measure (default: auto)")
 
     model = kind("model", "prefill and decode of a model against mlx-lm's class")
     add_subject(model)
     timed(model)
     numbers(model, "--contexts", [1024, 8192], "tokens in the context")
-    choice(model, "--candidates", ("both", "ours", "mlx-lm"), "both", "whose model to run")
+    choice(model, "--candidates", ("both", "ours", "mlx-lm"), "both", "whose model classes to run")
 
     buffers = kind("buffers", "prefill and decode with MLX's command buffers of several lengths")
     add_subject(buffers)
     timed(buffers)
     count(buffers, "--context", 1024, "tokens in the context")
-    count(buffers, "--rounds", 3, "processes of each setting")
+    count(buffers, "--rounds", 3, "processes per setting")
     for parser in (op, model, buffers):
         add_output(parser, plot=parser is not buffers)
 
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="folder of a checkpoint (default: the small one, converted)",
     )
-    numbers(everything, "--tokens", [1, 64, 512, 2048], "tokens of op")
+    numbers(everything, "--tokens", [1, 64, 512, 2048], "tokens for the op")
     seconds(everything, 10.0)
 
 
@@ -183,7 +183,7 @@ def measure(
         note(f"wrote {path}")
     exceeded = broken(found)
     for line in exceeded:
-        note(f"not kept: {line}")
+        note(f"bound exceeded: {line}")
     return NOT_KEPT if exceeded else 0
 
 
@@ -221,34 +221,36 @@ def numbers(parser: argparse.ArgumentParser, option: str, default: list[int], wh
 def choice(
     parser: argparse.ArgumentParser, option: str, choices: tuple[str, ...], default: str, what: str
 ) -> None:
-    """Add an option that takes one of some words."""
+    """Add an option that takes one of several words."""
     told = f"{what} (default: {default})"
     parser.add_argument(option, choices=choices, default=default, help=told)
 
 
 def seconds(parser: argparse.ArgumentParser, default: float) -> None:
     """Add --budget."""
-    told = "seconds that a candidate and size may take; three samples are always taken "
+    told = "seconds per candidate and size; at least three samples are always taken "
     parse = options.number(float, 0.1, LONGEST)
     options.add_option(parser, "--budget", "S", parse, f"{told}(default: {default:g})", default)
 
 
 def timed(parser: argparse.ArgumentParser) -> None:
     """Add the options of what is timed."""
-    count(parser, "--samples", 7, "samples of a candidate and size", low=3)
+    count(parser, "--samples", 7, "samples per candidate and size", low=3)
     seconds(parser, 20.0)
 
 
 def add_output(parser: argparse.ArgumentParser, plot: bool = False, report: bool = False) -> None:
     """Add the options of what is written."""
     parser.add_argument(
-        "--out", metavar="DIR", help="write the rows there as JSON and CSV, while they come"
+        "--out",
+        metavar="DIR",
+        help="write rows to this folder as JSON and CSV, as they are measured",
     )
     if plot:
         parser.add_argument(
             "--plot",
             action="store_true",
-            help="draw them there as SVG and PNG (needs mlx-kda[plot])",
+            help="also plot them there as SVG and PNG (needs mlx-kda[plot])",
         )
     if report:
         parser.add_argument("--report", metavar="FILE", help="Markdown page to write")
@@ -261,17 +263,19 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
     """Add the options that name a model, and what runs it."""
     number = options.number(int, 1, MOST)
     parser.add_argument(
-        "model", metavar="MODEL", nargs="?", help="folder of a checkpoint, or else --shape"
+        "model", metavar="MODEL", nargs="?", help="folder of a checkpoint; without it, give --shape"
     )
     parser.add_argument("--shape", choices=("48b",), help="a random model of this shape instead")
-    parser.add_argument("--layers", type=number, metavar="N", help="its first N")
-    parser.add_argument("--vocab", type=number, metavar="N", help="its vocabulary")
+    parser.add_argument("--layers", type=number, metavar="N", help="use its first N layers only")
+    parser.add_argument("--vocab", type=number, metavar="N", help="size of its vocabulary")
     bits = options.one_of(4, 8)
     options.add_option(
         parser, "--q-bits", "N", bits, "bits of its weights (default: not quantised)"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="of its activations (default: bfloat16)")
-    parser.add_argument("--runner", default="auto", help="of the KDA layers (default: auto)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="dtype of its activations (default: bfloat16)"
+    )
+    parser.add_argument("--runner", default="auto", help="what runs the KDA layers (default: auto)")
     parser.add_argument(
         "--device", choices=("cpu", "gpu"), help="what MLX computes on (default: MLX's own choice)"
     )

@@ -101,7 +101,7 @@ def utf8_text(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise argparse.ArgumentTypeError("this is not text in UTF-8") from None
+        raise argparse.ArgumentTypeError("this is not UTF-8 text") from None
     return text
 
 
@@ -179,7 +179,14 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose the next token; ``sampling_options`` reads them."""
     group = parser.add_argument_group("sampling")
     probability, count = number(float, 0, 1), number(int, 0, LARGEST)
-    add_option(group, "--max-tokens", "N", count, "most tokens to generate (default: 512)", 512)
+    add_option(
+        group,
+        "--max-tokens",
+        "N",
+        count,
+        "largest number of tokens to generate (default: 512)",
+        512,
+    )
     temperature = number(float, 0, 100)
     add_option(
         group, "--temp", "T", temperature, "temperature (default: 0, the most likely token)", 0.0

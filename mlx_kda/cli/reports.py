@@ -43,7 +43,7 @@ def describe_layers(layers: "list[LayerReport]", tokens: int) -> list[str]:
     lines = []
     for (kind, in_force, asked), same in groups.items():
         numbers = _ranges([layer.index for layer in same])
-        asked_for = f" (asked for {asked})" if kind == "mla" else ""
+        asked_for = f" (policy {asked})" if kind == "mla" else ""
         at = sum(layer.bytes_at(tokens) for layer in same)
         now = [layer.now for layer in same if layer.now is not None]
         allocated = f", {size(sum(now))} allocated now" if now else ""

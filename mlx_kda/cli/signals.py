@@ -19,7 +19,7 @@ from typing import Any
 from ..files import remove_temporary_files
 from .output import has_cursor
 
-# The terminal was closed, or somebody ends the process.
+# The terminal was closed, or the process is to end.
 ENDINGS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 PATIENCE = 0.3  # seconds in which more signals belong to the first one, as from a key held down
 WAITING = "(finishing this step; press Ctrl-C again to quit at once, without saving)"
@@ -93,7 +93,7 @@ def exit_on_signals() -> Iterator[None]:
 def interrupt_once() -> None:
     """Let a Ctrl-C raise KeyboardInterrupt only once, even if the key is held down.
 
-    A second one during the first one's unwinding would print a traceback. If a shell ignores
+    A second one while the first is being handled would print a traceback. If a shell ignores
     SIGINT for the program, as for background jobs, it stays ignored.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

@@ -99,7 +99,7 @@ def _joined(lines: Iterator[str]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _prefilled(text: str) -> Iterator[None]:
-    """Let input() begin with a text to edit, if readline is available."""
+    """Let input() begin with text to edit, if readline is available."""
     try:
         import readline
     except ImportError:

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-tokens",
         "N",
         options.number(int, 2),
-        "most tokens of that text to compare (default: 2048)",
+        "largest number of its tokens to compare (default: 2048)",
         2048,
     )
     add_option(

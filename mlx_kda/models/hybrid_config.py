@@ -81,7 +81,7 @@ class HybridConfig:
 
     @property
     def linear_state_shape(self) -> tuple[int, int, int]:
-        """Of a KDA layer's state for one text: (Hv, Dv, Dk)."""
+        """Of a KDA layer's state for one sequence: (Hv, Dv, Dk)."""
         return self.linear_num_v_heads, self.linear_v_head_dim, self.linear_head_dim
 
 

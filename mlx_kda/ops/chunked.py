@@ -1,4 +1,4 @@
-"""The chunkwise form of the recurrence: matrix products and one small triangular solve a chunk.
+"""The chunkwise form of the recurrence: matrix products and one small triangular solve per chunk.
 
 For a chunk of C tokens that starts from state S, with P_i the product of the decays up to token i
 and r_ij the product of those after j up to i (per channel)::

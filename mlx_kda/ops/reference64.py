@@ -12,7 +12,7 @@ ROWS = {
     "random": "random keys, mild gates",
     "repeated": "one key repeated, slow decay, beta near 1",
     "collinear": "keys 95 % collinear, beta .98",
-    "deep": "gates down to -50 a token",
+    "deep": "gates down to -50 per token",
     "mixed": "gates from -1e-4 to -50, mixed over channels and tokens",
 }
 UNCORRELATED = ("random", "deep", "mixed")

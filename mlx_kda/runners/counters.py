@@ -108,12 +108,12 @@ class Counts:
 
     @property
     def l1_cycles(self) -> float:
-        """Model: core-cycles to move device_bytes at 64 bytes a cycle."""
+        """Model: core-cycles to move device_bytes at 64 bytes per cycle."""
         return self.device_bytes / L1_BYTES_PER_CYCLE
 
     @property
     def threadgroup_cycles(self) -> float:
-        """Model: core-cycles to move threadgroup_bytes at 64 bytes a cycle."""
+        """Model: core-cycles to move threadgroup_bytes at 64 bytes per cycle."""
         return self.threadgroup_bytes / L1_BYTES_PER_CYCLE
 
     @property

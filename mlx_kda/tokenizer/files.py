@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 JSON = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
-# Names whose tokens end a turn or a text, wherever the vocabulary has them.
+# Names whose tokens end a turn or a sequence, wherever the vocabulary has them.
 END_NAMES = ("[EOS]", "<|im_end|>")
 NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
 # Settings that would run code, or that belong to another tokenizer class.

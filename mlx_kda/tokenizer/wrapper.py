@@ -73,7 +73,7 @@ class KDATokenizer(TokenizerWrapper):
     def encode(
         self, text: str, add_special_tokens: bool = True, allow_special: bool = False, **kwargs: Any
     ) -> list[int]:
-        """Ids of a text.
+        """Token ids of a string.
 
         Args:
             text: plain text, or what ``apply_chat_template(tokenize=False)`` returned.
@@ -133,7 +133,7 @@ class KDATokenizer(TokenizerWrapper):
             raise UserError("this checkpoint has no chat template; give the prompt as plain text")
         try:
             text = self._control.render(template, inputs)
-        except Exception as error:  # a template is code of the checkpoint and can fail in any way
+        except Exception as error:  # the template is the checkpoint's code and may raise anything
             reason = " ".join(str(error).split()) or type(error).__name__
             raise UserError(f"the chat template refuses these messages: {reason}") from error
         return list(text.ids or ()) if tokenize else text

@@ -98,9 +98,9 @@ def _compressed(config: dict[str, Any], tensors: dict[str, Spec], dequantize: bo
             run = partial(stored_formats.mlx_part, one, part)
             tensors[f"{one.path}.{part}"] = DerivedTensor(spec.shape, spec.dtype, needed, run)
     if taken:
-        result.notes.append(f"{taken} weights of compressed-tensors taken over unchanged")
+        result.notes.append(f"{taken} compressed-tensors weights taken over unchanged")
     if taken < len(found):
-        result.notes.append(f"{len(found) - taken} weights of compressed-tensors dequantised")
+        result.notes.append(f"{len(found) - taken} compressed-tensors weights dequantised")
     return result
 
 
@@ -140,7 +140,7 @@ def _dequantised(config: dict[str, Any], tensors: dict[str, Spec]) -> SourceView
         names = tuple(f"{path}.{part}" for part in parts)
         run = partial(_dequantise, names, Quantization(bits, group, mode), kind)
         tensors[f"{path}.weight"] = DerivedTensor(shape, kind, names, run, by_rows=True)
-    result.notes.append(f"{len(paths)} quantised weights of MLX dequantised")
+    result.notes.append(f"{len(paths)} MLX-quantised weights dequantised")
     return result
 
 

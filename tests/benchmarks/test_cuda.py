@@ -70,7 +70,7 @@ def test_tables_have_times_ratios_errors_and_failures():
     assert "| ours, kda_chunk exact | mlx-lm, vector kernel | bfloat16 | ~4.5 | 3 |" in text
     assert "| mlx-lm, vector kernel | bfloat16 | ~9 | 12 |" in text
     assert "| mlx-lm, vector kernel | bfloat16 | 3.0e-07 / 4.0e-07 |" in text
-    assert "FlashKDA could not run: wrong PyTorch" in text and "1 of 5 rows spread" in text
+    assert "FlashKDA could not run: wrong PyTorch" in text and "1 of 5 rows have a spread" in text
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_a_page_has_a_section_for_each_benchmark(write, collected, tmp_path, fol
     assert collected[0] == wanted
     assert "## Prefill and decode of a model against mlx-lm's class\n\n| context |" in text
     assert str(tmp_path) not in text and str(folder) not in text
-    assert "1 of 1 rows spread over more than 5 %" in text
+    assert "1 of 1 rows have a spread of more than 5 %" in text
 
 
 @BOTH

@@ -182,7 +182,7 @@ def test_a_family_alone_is_quantised(tmp_path):
 
 @pytest.mark.parametrize("bits", [3, 4])
 def test_a_byte_budget_is_never_worse_than_uniform_bits(bits):
-    """At 4.95 bits a weight it was: divergence 0.40 against 0.27; docs/quality.md has 3 to 6."""
+    """At 4.95 bits per weight it was: divergence 0.40 against 0.27; docs/quality.md has 3 to 6."""
     names = ("source", f"q{bits}", f"q{bits}=size")
     found = {row["recipe"]: row for row in quality.rows(TINY, TEXT, names)}
     uniform, chosen = found[f"q{bits}"], found[f"q{bits}=size"]
@@ -211,7 +211,7 @@ def test_the_script(tiny_hf, tmp_path, capsys):
     [
         (b"one two three", "q9", "no recipe 'q9'"),
         (b"", "source", "at least three tokens"),
-        (b"\xff\xfe", "source", "not text in UTF-8"),
+        (b"\xff\xfe", "source", "not UTF-8 text"),
         (None, "source", "cannot read"),
     ],
 )

@@ -69,7 +69,7 @@ def test_a_bound_that_is_exceeded_is_reported_and_ends_with_1(tmp_path, monkeypa
     files = ["--text", str(text), "--out", str(tmp_path), "--report", str(page)]
     assert run(constant, str(FLA_GOLDENS / "plain"), *files) == 1
     out, err = capsys.readouterr()
-    assert "not kept: live arrays: 3 -> 4" in err and "| 2 | 10 | 4 |" in out
+    assert "bound exceeded: live arrays: 3 -> 4" in err and "| 2 | 10 | 4 |" in out
     assert "live arrays are the same in every row" in page.read_text()
     assert page.read_text().endswith("\n> a\n")
     assert json.loads((tmp_path / "constant.json").read_text())["rows"][1]["arrays"] == 4

@@ -225,7 +225,7 @@ def test_system_and_set(chat):
 
 def test_a_policy(chat):
     _, out, err = chat("hello\n/stats\n", "--policy", "window:8+2,int8")
-    assert out and "asked for window:8+2,int8" in err and "the last 8 tokens" in err
+    assert out and "policy window:8+2,int8" in err and "the last 8 tokens" in err
     with pytest.raises(SystemExit, match="2"):
         chat("hello\n", "--policy", "half")
 

@@ -23,7 +23,7 @@ def test_a_conversion_is_reported_and_described_by_info(tiny_hf, tmp_path, capsy
     out = tmp_path / "out"
     assert main(["convert", str(tiny_hf), str(out), "--q-bits", "4", "--q-group-size", "32"]) == 0
     text = capsys.readouterr().out
-    assert "4 bits" in text and "bits a weight" in text
+    assert "4 bits" in text and "bits per weight" in text
     assert json.loads((out / "config.json").read_text())["quantization"]["bits"] == 4
     assert sorted(tmp_path.iterdir()) == [out], "nothing temporary stays"
     assert main(["info", str(out)]) == 0

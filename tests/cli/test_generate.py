@@ -222,7 +222,7 @@ def test_a_policy_is_in_force_and_reported(generate):
     assert mla["now"] == mla["bytes_at_end"] == mla["fixed_bytes"] and mla["token_bytes"] == 0
     assert result["statistics"]["cache_bytes"] == sum(one["now"] for one in result["cache"])
     _, _, err = generate(*flags, "int4", "--stats")
-    assert "asked for int4" in err and "latents in 4 bits" in err
+    assert "policy int4" in err and "latents in 4 bits" in err
     with pytest.raises(SystemExit, match="2"):
         generate(*flags, "window:0")
 

@@ -132,7 +132,7 @@ MISTAKES = [
         "unrecognized arguments: --debag; did you mean --debug?",
     ),
     (["chat", "model", "--resume", ""], "--resume: the name is empty"),
-    (["generate", "model", "--prompt-file", "latin1.txt"], "latin1.txt is not text in UTF-8"),
+    (["generate", "model", "--prompt-file", "latin1.txt"], "latin1.txt is not UTF-8 text"),
     (["generate", "model", "--prompt-file", "none.txt"], "cannot read none.txt"),
     (["generate", "model", "--prompt-file", "empty"], "cannot read empty"),
     (["generate", "model", "--prompt", "x", "--raw", "--system", "y"], "--system needs"),
@@ -294,9 +294,7 @@ def test_an_argument_that_is_no_utf8_is_one_line(capfd):
         [sys.executable, "-m", "mlx_kda", "generate", "m", b"--prompt=caf\xe9"], capture_output=True
     )
     assert (
-        done.returncode == 2
-        and done.stderr.count(b"\n") == 1
-        and b"not text in UTF-8" in done.stderr
+        done.returncode == 2 and done.stderr.count(b"\n") == 1 and b"not UTF-8 text" in done.stderr
     )
 
 

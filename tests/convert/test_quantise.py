@@ -99,7 +99,7 @@ def test_a_width_that_no_group_divides_is_left_and_said(source, tmp_path):
     report = convert(source, tmp_path / "out", q_bits=4, q_group_size=64)
     result = read_all(tmp_path / "out")
     for path in ("mlp.switch_mlp.down_proj", "self_attn.embed_q", "self_attn.unembed_out"):
-        assert report.kept[f"model.layers.*.{path}"] == "width 32 is no multiple of group 64"
+        assert report.kept[f"model.layers.*.{path}"] == "width 32 is not a multiple of group 64"
         assert f"model.layers.3.{path}.scales" not in result
     assert "model.layers.3.mlp.switch_mlp.up_proj.scales" in result
 

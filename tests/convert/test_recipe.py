@@ -145,17 +145,20 @@ def test_stock_mlx_lm_loads_every_recipe(source, tmp_path, options):
 @pytest.mark.parametrize(
     ("options", "headline"),
     [
-        ({"q_rules": ["o_proj=8,64"]}, "8 bits (affine, groups of 64) in what the rules name"),
+        ({"q_rules": ["o_proj=8,64"]}, "8 bits (affine, groups of 64) where the rules apply"),
         (
             {"q_rules": ["o_proj=8,64", "mlp.switch_mlp.*=4,32"]},
-            "4 and 8 bits in what the rules name",
+            "4 and 8 bits where the rules apply",
         ),
         (
             {"q_bits": 4, "q_group_size": 32, "q_rules": ["o_proj=8,64"]},
             "4 bits (affine, groups of 32), with rules",
         ),
-        ({"target_bpw": 8, "q_rules": ["o_proj=8,64"]}, "mixed bits for 8 a weight, with rules"),
-        ({"target_bpw": 8}, "mixed bits for 8 a weight"),
+        (
+            {"target_bpw": 8, "q_rules": ["o_proj=8,64"]},
+            "mixed bits averaging 8 per weight, with rules",
+        ),
+        ({"target_bpw": 8}, "mixed bits averaging 8 per weight"),
         ({"q_bits": 8, "q_mode": "mxfp8"}, "8 bits (mxfp8, groups of 32)"),
     ],
     ids=str,
@@ -252,7 +255,7 @@ def test_sensitivities_are_in_the_order_that_was_measured():
 
 def test_budgets_that_cannot_be_kept(source, tmp_path):
     for options, word in (
-        ({"target_bpw": 3}, "the least is"),
+        ({"target_bpw": 3}, "the least possible is"),
         ({"target_bpw": 1}, "between 2 and 16"),
         ({"target_bpw": 17}, "between 2 and 16"),
         ({"target_bpw": 5, "q_bits": 4}, "--q-bits"),
@@ -272,11 +275,11 @@ def test_a_budget_below_the_least_is_refused_before_anything_is_read(source, tmp
     with monkeypatch.context() as patched:
         patched.setattr("mlx_kda.convert.bit_budget.measure", lambda *args: pytest.fail("measured"))
         for command in (plan, convert):
-            with pytest.raises(UserError, match="--target-bpw 2.5 is below") as refusal:
+            with pytest.raises(UserError, match="--target-bpw 2.5 is too low") as refusal:
                 command(source, out, target_bpw=2.5)
             assert list(tmp_path.iterdir()) == []
     least = float(str(refusal.value).rpartition(" ")[2])
-    with pytest.raises(UserError, match="the least is"):
+    with pytest.raises(UserError, match="the least possible is"):
         plan(source, out, target_bpw=least - 0.001)
     assert convert(source, out, target_bpw=least).bits_per_weight == pytest.approx(least, abs=0.001)
 
@@ -387,7 +390,7 @@ def test_the_plan_command(source, tmp_path, capsys, monkeypatch):
     out = str(tmp_path / "out")
     assert main(["convert", str(source), out, "--plan", "--q-bits", "4"]) == 0
     text = capsys.readouterr().out
-    for word in ("3 KDA, 1 MLA", "bits a weight", "peak memory", "free", "8K", "128K", "1M"):
+    for word in ("3 KDA, 1 MLA", "bits per weight", "peak memory", "free", "8K", "128K", "1M"):
         assert word in text
     assert main(["convert", str(source), out, "--plan", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["bits_per_weight"] == 32

@@ -69,7 +69,7 @@ def test_the_report_is_true(source, tmp_path):
         data = (out / name).read_bytes()
         assert entry == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     text = "\n".join(report.lines())
-    for word in ("4 bits", "gate path", "bits a weight", "tiktoken.model -> tokenizer.json"):
+    for word in ("4 bits", "gate path", "bits per weight", "tiktoken.model -> tokenizer.json"):
         assert word in text
 
 

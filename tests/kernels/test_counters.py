@@ -34,7 +34,7 @@ def inputs(request):
 
 @pytest.fixture(scope="module")
 def vector(inputs):
-    """mlx-lm's kernel for per-channel gates, a token-head."""
+    """mlx-lm's kernel for per-channel gates, per token and head."""
     x, dtype = inputs
     kernels = mlx_lm_gated_delta(lambda **a: metal_kernel(**a, runner="emulator-count"))
     kind = getattr(mx, dtype)

@@ -171,9 +171,9 @@ def test_seeded_sampling_repeats(tokenizer, tiny_model):
 
 
 NO_PROMPTS = {
-    "nothing": (None, "a text or token ids, not NoneType"),
-    "a number": (5, "a text or token ids, not int"),
-    "bytes": (b"hi", "a text or token ids, not bytes"),
+    "nothing": (None, "text or token ids, not NoneType"),
+    "a number": (5, "text or token ids, not int"),
+    "bytes": (b"hi", "text or token ids, not bytes"),
     "a batch": (mx.array([[5, 6], [7, 8]]), r"not \[2, 2\]"),
     "numpy's batch": (np.array([[5, 6], [7, 8]]), r"not \[2, 2\]"),
     "no dimensions": (mx.array(5), r"not \[\]"),

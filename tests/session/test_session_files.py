@@ -158,7 +158,7 @@ def text(**changes):
         (drop("layers.3.1"), "layer 3 has 1 arrays, the cache of this model has 2"),
         (drop("checkpoints.0.layers.0.0"), "layer 0 has 3 arrays"),
         (put("layers.0.4", mx.zeros((1,))), "layer 0 has 5 arrays"),
-        (put("layers.4.0", mx.zeros((1,))), "has a layer 4, this model has 4"),
+        (put("layers.4.0", mx.zeros((1,))), "has a layer 4, but this model has 4 layers"),
         (put("layers.x.0", mx.zeros((1,))), "unexpected tensor layers.x.0"),
         (put("layers.0.3", mx.zeros((1, 2, 32, 31))), "layer 0 has shapes"),
         (put("layers.3.0", mx.zeros((1, 1, 19, 32))), "layer 3 has shapes"),
