@@ -13,6 +13,9 @@ from functools import partial
 import mlx.core as mx
 import mlx.nn as nn
 
+# exp of more overflows, and then the gradient of 1 / exp would be NaN.
+_LARGEST = 88.72
+
 _fused = partial(mx.compile, shapeless=True)
 
 
@@ -50,8 +53,10 @@ def _on_cpu(x: mx.array) -> bool:
 
 @_fused
 def _exact_exp(x: mx.array) -> mx.array:
+    tiny = x < -_LARGEST
+    x = mx.where(tiny, 0, x)
     above = 1 + mx.expm1(mx.abs(x))
-    return mx.where(x > 0, above, 1 / above)
+    return mx.where(tiny, 0, mx.where(x > 0, above, 1 / above))
 
 
 @_fused
@@ -61,7 +66,10 @@ def _exact_sigmoid(x: mx.array) -> mx.array:
 
 @_fused
 def _exact_softplus(x: mx.array) -> mx.array:
-    return mx.maximum(x, 0) + mx.log1p(1 / (1 + mx.expm1(mx.abs(x))))
+    size = mx.abs(x)
+    far = size > _LARGEST
+    below = 1 / (1 + mx.expm1(mx.where(far, 0, size)))
+    return mx.maximum(x, 0) + mx.log1p(mx.where(far, 0, below))
 
 
 @_fused

@@ -61,3 +61,13 @@ def test_gated_and_swiglu_in_every_dtype(dtype):
         assert got.dtype == dtype
         bound = 4e-6 if dtype == mx.float32 else 8e-2
         assert mx.abs((got - want).astype(mx.float32)).max() < bound
+
+
+@pytest.mark.parametrize(
+    ("name", "at"), [("exp", -100.0), ("softplus", -100.0), ("softplus", 100.0)]
+)
+def test_the_gradient_is_a_number_where_exp_overflows(name, at):
+    function = getattr(elementwise, name)
+    x = mx.full((8,), at)
+    slope = mx.grad(lambda x: function(x).sum())(x)
+    assert slope.tolist() == [1.0 if at > 0 else 0.0] * 8
