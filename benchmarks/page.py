@@ -185,6 +185,8 @@ DONE = """### What was done about the first entries
 - A decode step's many small operations: what a KDA layer does between its projections is compiled
   into one function (`mlx_kda/layers/mix.py`), its maps of one input are one product, and a norm of
   few rows is three operations instead of nine.
+- exp, in every gate and softmax: long arrays take a form that the compiler turns into vector
+  instructions (`mlx_kda/ops/elementwise.py`).
 - Attention of a prefill: on the CPU in blocks of rows, each with the keys that it sees.
 - On a GPU the layer between its projections is one kernel in decoding, a few in prefill, and the
   router one. Gate and up of the experts are one product, as far as MLX's product reaches."""
