@@ -12,10 +12,10 @@ import mlx.core as mx
 from .. import __version__
 from ..errors import UserError
 from ..format import size
+from ..memory_plan import machine
 from ..models import map_checkpoint
 from ..models.hybrid_config import HybridConfig
 from ..models.tensor_roles import CONVOLUTION, tensor_family
-from ..plan import machine
 from ..weights.quantization import config_entry
 from ..weights.safetensors import DTYPE_WORDS, Spec
 from ..weights.safetensors_writer import WAITING_BYTES

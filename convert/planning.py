@@ -8,9 +8,9 @@ from typing import Any
 
 from ..errors import CheckpointError, UserError
 from ..format import size
+from ..memory_plan import FLOATS, machine, need
 from ..models import map_checkpoint
 from ..models.tensor_roles import by_family, tensor_family
-from ..plan import FLOATS, machine, need
 from ..weights.source import open_source
 from .bit_budget import BitBudget
 from .conversion_plan import SHARD_BYTES, ConversionPlan, plan_conversion

@@ -18,8 +18,8 @@ import numpy as np
 from mlx.utils import tree_reduce
 
 from ..layers import blas_layout
+from ..memory_plan import machine
 from ..models.hybrid import Model
-from ..plan import machine
 from ..step import GPU_STEP
 from .results import Benchmark, columns
 from .subject import Subject

@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from . import loading, options, output, reports
-from .options import (
-    add_json,
-    add_memory,
-    add_model,
-    add_option,
-    add_sampling,
-    sampling_options,
-)
+from .options import add_json, add_memory, add_model, add_option, add_sampling, sampling_options
 from .session_file import SessionFile, check_session_file
 from .signals import Stopped, stop_on_signals
 

@@ -76,8 +76,8 @@ def describe(folder: Path, policy: str | Policy = "exact", context: int = 131072
 def _running(config: Any, dtypes: list[str], policy: str | Policy, context: int) -> dict[str, Any]:
     """The cache that running it needs, and what runs its KDA layers."""
     from ..cache.policy import describe as describe_cache
+    from ..memory_plan import FLOATS, activation_dtype
     from ..models.hybrid_config import KDA
-    from ..plan import FLOATS, activation_dtype
 
     name = activation_dtype(dtypes)
     layers = describe_cache(config, policy, FLOATS[name])

@@ -68,15 +68,15 @@ def check_context(config: Any, tokens: int) -> None:
 
 def check_memory(args: argparse.Namespace, tokens: int, policy: "Policy | None") -> None:
     """Raise UserError if so many tokens cannot fit, unless --force was given."""
-    from .. import plan
+    from .. import memory_plan
 
     config, weights, dtype = describe_source(args.model)
     tokens = min(tokens, config.model_max_length)
-    wanted = plan.need(
-        config, weights, plan.FLOATS[dtype], tokens, policy or "exact", args.prefill_step
+    wanted = memory_plan.need(
+        config, weights, memory_plan.FLOATS[dtype], tokens, policy or "exact", args.prefill_step
     )
     if not args.force:
-        plan.check(wanted)
+        memory_plan.check(wanted)
 
 
 def note_policy(config: Any, policy: "Policy | None") -> None:
@@ -93,8 +93,8 @@ def describe_source(path: str) -> tuple[Any, int, str]:
 
     Of a hub id only the small files and the headers are downloaded, no weights.
     """
+    from ..memory_plan import activation_dtype
     from ..models import map_checkpoint
-    from ..plan import activation_dtype
     from ..weights.source import open_source
 
     source = open_source(path, download=False)

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     if config is not None:
         loading.check_context(config, args.context)
 
-    from .. import plan
+    from .. import memory_plan
     from ..step import prefill_step
 
     if args.prefill_step is None:
@@ -46,10 +46,12 @@ def run(args: argparse.Namespace) -> int:
     loading.check_context(config, args.context)
     for policy in args.policy or ():
         loading.note_policy(config, policy)
-    memory = plan.machine()
-    policies = args.policy or plan.POLICIES
+    memory = memory_plan.machine()
+    policies = args.policy or memory_plan.POLICIES
     needs = [
-        plan.need(config, weights, plan.FLOATS[dtype], args.context, policy, args.prefill_step)
+        memory_plan.need(
+            config, weights, memory_plan.FLOATS[dtype], args.context, policy, args.prefill_step
+        )
         for policy in policies
     ]
     if args.json:

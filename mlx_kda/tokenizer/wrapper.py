@@ -10,14 +10,7 @@ from transformers.utils import get_json_schema
 from ..errors import UserError
 from .control import ControlTokens, TemplateText, is_unicode
 from .detokenizer import ByteDetokenizer, token_pieces
-from .files import (
-    NAMED,
-    TokenizerFiles,
-    end_ids,
-    named_templates,
-    read_json,
-    token_name,
-)
+from .files import NAMED, TokenizerFiles, end_ids, named_templates, read_json, token_name
 
 KIMI_TOOLS = "<|tool_calls_section_begin|>"
 

@@ -11,9 +11,9 @@ from mlx_kda.bench import buffers, model, shapes
 from mlx_kda.bench.subject import Subject
 from mlx_kda.errors import UserError
 from mlx_kda.layers import blas_layout
+from mlx_kda.memory_plan import MachineMemory
 from mlx_kda.models.hybrid_config import DENSE, MLA, MOE
 from mlx_kda.models.kimi_linear import KimiLinearConfig
-from mlx_kda.plan import MachineMemory
 
 SMALL = {"shape": "48b", "layers": 4, "vocab": 64, "dtype": "float32", "runner": "ops"}
 

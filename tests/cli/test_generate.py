@@ -236,10 +236,10 @@ def test_speculation_says_the_same(generate):
 
 
 def test_what_cannot_fit_is_refused_with_numbers(generate, monkeypatch):
-    from mlx_kda import plan
+    from mlx_kda import memory_plan
 
     monkeypatch.setattr(
-        plan, "machine", lambda: plan.MachineMemory(10**7, 10**7, "physical memory")
+        memory_plan, "machine", lambda: memory_plan.MachineMemory(10**7, 10**7, "physical memory")
     )
     status, out, err = generate("--prompt", "hi", "--max-tokens", "3")
     assert status == 2 and out == "" and err.count("\n") == 1

@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 from helpers.tiny import tiny_config, tiny_model
 
-from mlx_kda import plan
+from mlx_kda import memory_plan
 from mlx_kda.cache.policy import SPARE
 from mlx_kda.cli.main import main
 from mlx_kda.context import Context
@@ -50,13 +50,13 @@ def kimi_48b():
 def test_kimi_linear_48b():
     """42 MB of states, 8,064 B of latents per token; a window needs the same at any length."""
     config, n = kimi_48b(), 131072
-    at = {p: plan.need(config, 98 * 10**9, mx.bfloat16, n, p) for p in plan.POLICIES}
+    at = {p: memory_plan.need(config, 98 * 10**9, mx.bfloat16, n, p) for p in memory_plan.POLICIES}
     assert at["exact"].states == 20 * (32 * 128 * 128 * 4 + 3 * 3 * 4096 * 2)
     assert at["exact"].latents == 8064 * n
     # 512 values in 8 bits and 64 in 8 bits, a scale and a bias of 2 bytes for each 64
     assert at["int8"].latents == 7 * n * (512 + 64 + 9 * 4)
     assert at["int4"].latents == 7 * n * (256 + 64 + 9 * 4)
-    window = plan.need(config, 0, mx.bfloat16, 10**6, "window:4096+16")
+    window = memory_plan.need(config, 0, mx.bfloat16, 10**6, "window:4096+16")
     assert at["window:4096+16"].latents == window.latents == 7 * (4112 + SPARE) * 576 * 2
     assert at["exact"].total > 99 * 10**9
 
@@ -66,7 +66,7 @@ def test_the_numbers_are_those_of_a_run(policy):
     """States and latents byte for byte; the working set within what a machine is planned with."""
     model = tiny_model(hidden_size=128, kda_layers=[1, 3], full_attn_layers=[2, 4])
     n, step = 3072, 1024
-    wanted = plan.need(model.args, 0, mx.float32, n, policy, step)
+    wanted = memory_plan.need(model.args, 0, mx.float32, n, policy, step)
     context = Context(model, policy=policy)
     mx.synchronize()
     mx.clear_cache()
@@ -115,11 +115,11 @@ def test_a_policy_that_is_none_is_one_line_and_status_2(run, capsys, policy, wor
 
 
 def test_this_machine_s_memory_is_a_number_and_has_a_source():
-    memory = plan.machine()
+    memory = memory_plan.machine()
     assert 0 < memory.usable <= memory.total and memory.source
     assert math.log10(memory.total) > 8.5
 
 
 def test_a_container_s_limit_counts(monkeypatch):
-    monkeypatch.setattr(plan, "_container_limit", lambda: 2**28)
-    assert plan.machine() == plan.MachineMemory(2**28, 2**28, "the container's limit")
+    monkeypatch.setattr(memory_plan, "_container_limit", lambda: 2**28)
+    assert memory_plan.machine() == memory_plan.MachineMemory(2**28, 2**28, "the container's limit")
