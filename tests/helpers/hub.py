@@ -46,8 +46,8 @@ class Hub:
     def post(self, path: str, body: bytes) -> object:
         """JSON for what is written to the hub."""
         if path == "/api/repos/create":
-            wish = json.loads(body)
-            repo = f"{wish.get('organization') or 'someone'}/{wish['name']}"
+            request = json.loads(body)
+            repo = f"{request.get('organization') or 'someone'}/{request['name']}"
             self.committed[repo] = {}
             return {"url": f"{self.endpoint}/{repo}", "name": repo, "id": "1"}
         if path == "/api/validate-yaml":

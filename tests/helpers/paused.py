@@ -52,7 +52,7 @@ class Pause:
 def started(command: list, **options) -> Iterator[subprocess.Popen]:
     """A process with all its streams in pipes, that is gone at the end, and after the limit.
 
-    It hears of Ctrl-C, also where the tests run in a background job, to which shells deny it.
+    It receives Ctrl-C, also where the tests run in a background job, to which shells deny it.
     """
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

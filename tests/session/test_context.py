@@ -88,7 +88,7 @@ def test_closing_early_leaves_exactly_the_yielded_tokens(model, taken):
 
 
 def test_default_steps_are_short_on_a_cpu_and_long_on_a_gpu(model, monkeypatch):
-    """A wish to stop waits for one step; both read the same."""
+    """A request to stop waits for one step; both step sizes give the same result."""
     assert prefill_step() == CPU_STEP
     seen = []
     whole = read(model, IDS * 5, step=1000)
