@@ -206,7 +206,7 @@ def test_files_made_with_other_choices_are_written_again(source, whole, tmp_path
     record.write_text(json.dumps(json.loads(record.read_text()) | {"holds": "other tensors"}))
     written, said = watch_writes(monkeypatch), []
     convert(source, tmp_path / "out", **OPTIONS, resume=True, log=said.append)
-    assert any("made with other choices" in line and left[1] in line for line in said)
+    assert any("made with other options" in line and left[1] in line for line in said)
     assert any(left[1] in name for name in written)
     assert not any(left[0] in name for name in written)
     assert files_of(tmp_path / "out") == whole
