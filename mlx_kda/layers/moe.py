@@ -25,8 +25,8 @@ class Experts(SwitchGLU):
     MLX's CPU build gathers float32 matrices only: there 16-bit experts are computed in float32.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs, activation=_SwiGLU())
+    def __init__(self, input_dims: int, hidden_dims: int, num_experts: int):
+        super().__init__(input_dims, hidden_dims, num_experts, activation=_SwiGLU())
         self._bundle: Bundle | None = None
 
     def merge(self, on: bool = True) -> None:
